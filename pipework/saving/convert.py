@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipework.saving.files import is_complete, saved_steps, sync_directory
-from pipework.saving.manifest import read_manifest
+from pipework.saving.files import is_complete, read_sealed, sync_directory
+from pipework.saving.manifest import Manifest
 from pipework.saving.tensor_files import write_by_name
 
 if TYPE_CHECKING:
@@ -59,16 +59,12 @@ def convert(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, 
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} for {target.name}: make it first")
     if not is_complete(source):
-        found = [path for path in saved_steps(source) if is_complete(path)] if source.is_dir() else []
-        which = f", such as {found[0]}" if found else ""
-        raise ValueError(f"{source} is not the directory of a complete checkpoint: give one{which}")
-    manifest = read_manifest(source)
-    for file in (file for stage in manifest.stages for file in stage.files("model").values()):
-        manifest.verify(source, file)
+        raise ValueError(f"{source} is not the directory of a complete checkpoint: give one, such as .../step-00000012")
+    manifest = Manifest.from_bytes(read_sealed(source))
     partial = target.with_name(target.name + ".tmp")
     with contextlib.ExitStack() as files:
         stage_of = {name: stage for stage in manifest.stages for name in stage.tensors}
-        read = {stage.stage: files.enter_context(stage.open(source, "model")) for stage in manifest.stages}
+        read = {stage.stage: files.enter_context(manifest.open(source, stage, "model")) for stage in manifest.stages}
 
         def get(name: str) -> Tensor:
             stage = stage_of[name]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COMPLETE: Final = "COMPLETE"
+MANIFEST: Final = "manifest.json"
 _NAME: Final = re.compile(r"step-(\d{8,})(\.replaced|\.tmp)?")
 _PATIENCE: Final = 10.0  # seconds until another machine must see a file; network file systems cache directories
 _PIECE: Final = 1 << 24  # bytes that are hashed and written at a time
@@ -60,6 +61,8 @@ def parsing(file: str) -> Iterator[None]:
     """
     try:
         yield
+    except UnfitError:
+        raise
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{file}: its content is invalid ({type(error).__name__}: {error})") from error
 
@@ -179,43 +182,57 @@ def begin(directory: Path, step: int) -> Path:
     """Makes an empty directory to write into, and removes the remains of interrupted saves."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in list(directory.iterdir()):
-        match = _NAME.fullmatch(path.name)
-        if not match:
+        if not _NAME.fullmatch(path.name):
             continue
-        whole = path.with_name(path.name.removesuffix(".replaced"))
-        if match[2] == ".tmp" or (match[2] == ".replaced" and is_complete(whole)):
-            shutil.rmtree(path)
-        elif match[2] == ".replaced":
-            # Its replacement was never completed.
-            if whole.exists():
-                shutil.rmtree(whole)
+        whole = path.with_suffix("")
+        if path.suffix == ".replaced" and not is_complete(whole):  # its replacement was never completed
+            shutil.rmtree(whole, ignore_errors=True)
             os.rename(path, whole)
+        elif path.suffix:
+            shutil.rmtree(path)
     partial = directory / f"{step_name(step)}.tmp"
     os.mkdir(partial)
     return partial
 
 
-def finish(partial: Path, completion: bytes) -> Path:
-    """Gives a directory with all its files its final name, and marks it as complete."""
+def finish(partial: Path, manifest: bytes) -> Path:
+    """Gives a directory with all its files a manifest and its final name, and marks it as complete."""
+    write_file(partial / MANIFEST, [manifest])
     sync_directory(partial)
-    final = partial.with_name(partial.name.removesuffix(".tmp"))
+    final = partial.with_suffix("")
     if final.exists():
-        os.rename(final, final.with_name(final.name + ".replaced"))
+        os.rename(final, final.with_suffix(".replaced"))
     os.rename(partial, final)
     sync_directory(final.parent)
-    replace_file(final / COMPLETE, completion)
+    replace_file(final / COMPLETE, completion(manifest))
     return final
+
+
+def completion(manifest: bytes) -> bytes:
+    """The content of the file that marks a checkpoint as complete."""
+    return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
+
+
+def read_sealed(directory: Path) -> bytes:
+    """The content of the manifest of a complete checkpoint.
+
+    Raises:
+        DamagedError: its checksum is not the one in the file COMPLETE.
+    """
+    mark, content = read_small(directory / COMPLETE), read_small(directory / MANIFEST)
+    if mark != completion(content):
+        raise DamagedError(f"{MANIFEST}: its SHA-256 is not the one in {COMPLETE}")
+    return content
 
 
 def clear(final: Path, keep: int | None) -> None:
     """Removes the checkpoint that was replaced, and older ones than the newest `keep`. A failure is only logged."""
     paths = [path for path in saved_steps(final.parent) if (step_of(path.name) or 0) <= (step_of(final.name) or 0)]
-    whole = [path for path in paths if not path.suffix and is_complete(path)]
-    kept = set(paths if keep is None else whole[:keep]) - {final.with_name(final.name + ".replaced")}
+    kept = paths if keep is None else [path for path in paths if not path.suffix and is_complete(path)][:keep]
     for path in paths:
-        if path in kept:
+        if path in kept and path != final.with_suffix(".replaced"):
             continue
-        gone = path.with_name(path.name.removesuffix(".replaced") + ".tmp")
+        gone = path.with_suffix(".tmp")
         try:
             # It is renamed first, so that a partly removed directory is not taken for a checkpoint.
             os.rename(path, gone)
@@ -227,7 +244,7 @@ def clear(final: Path, keep: int | None) -> None:
 def discard(partial: Path) -> None:
     """Removes the files of a checkpoint that could not be written, as far as possible."""
     shutil.rmtree(partial, ignore_errors=True)
-    final = partial.with_name(partial.name.removesuffix(".tmp"))
+    final = partial.with_suffix("")
     if not is_complete(final):
         shutil.rmtree(final, ignore_errors=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,17 @@ import torch
 
 from pipework.model.state_names import state_tensors
 from pipework.saving.collective import MeshCoordinate, process_group_of, run_on_all_ranks
-from pipework.saving.files import COMPLETE, DamagedError, UnfitError, is_complete, saved_steps, step_of
-from pipework.saving.manifest import MANIFEST, optimizer_values, read_manifest
+from pipework.saving.files import (
+    COMPLETE,
+    MANIFEST,
+    DamagedError,
+    UnfitError,
+    is_complete,
+    read_sealed,
+    saved_steps,
+    step_of,
+)
+from pipework.saving.manifest import Manifest, optimizer_values
 from pipework.saving.optimizer import check_optimizer, restore
 from pipework.saving.stages import check_fits, plain_name, stages_of
 from pipework.saving.tensor_files import Kind, own_part, require_safetensors
@@ -23,23 +31,22 @@ from pipework.saving.training import (
     POSITION,
     RANDOM,
     TrainingState,
-    note_on_ranks,
     random_states,
     read_training,
     set_random_states,
+    with_state,
 )
 from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Set
+    from collections.abc import Set
 
     from torch import Tensor
     from torch.optim import Optimizer
 
     import pipework
     from pipework.backend import ProcessGroupView
-    from pipework.saving.manifest import SavedStage
     from pipework.saving.optimizer import Restored
     from pipework.saving.stages import Stages
 
@@ -111,15 +118,12 @@ def load_checkpoint(
     """
     group = process_group_of(pipe)
     place = Path(directory)
-    others = {name: each for name, each in {"scheduler": scheduler, "scaler": scaler}.items() if each is not None}
 
     def prepare() -> Target:
         require_safetensors()
         if optimizer is not None:
             check_optimizer(optimizer)
-        for name, each in others.items():
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-                raise TypeError(f"{name} must have state_dict() and load_state_dict(), got a {type(each).__name__}")
+        others = with_state(scheduler=scheduler, scaler=scaler)
         return Target(stages_of(pipe, to_load=True), optimizer, others)
 
     def share(target: Target) -> Any:
@@ -144,7 +148,6 @@ def load_checkpoint(
 
         (content, _), faults = run_on_all_ranks(group, f"load {path}", read, share=lambda result: result[1])
         seen = [f"{each} (seen by rank {rank})" for rank, each in zip(group.everyone, faults, strict=True) if each]
-        seen = [each for each in faults if each] if len(group.everyone) == 1 else seen
         if content is None or seen:
             damaged.append(f"{path}: {'; '.join(seen)}")
             logger.warning("a damaged checkpoint is passed over, %s", damaged[-1])
@@ -222,55 +225,36 @@ def read_checkpoint(
         DamagedError: a file differs from what was written.
         UnfitError: the checkpoint is of another model or optimizer.
     """
-    manifest = read_manifest(path)
+    manifest, like = Manifest.from_bytes(read_sealed(path)), target.tensors
     if step_of(path.name) not in (None, manifest.step):
         raise DamagedError(f"{MANIFEST}: it is of step {manifest.step}")
-    kinds = {name: Kind.of(tensor) for name, tensor in target.tensors.items()}
-    check_fits(kinds, manifest.tensors, everywhere)
-    stages = [stage for stage in manifest.stages if not kinds.keys().isdisjoint(stage.tensors)]
+    check_fits({name: Kind.of(tensor) for name, tensor in like.items()}, manifest.tensors, everywhere)
+    stages = [stage for stage in manifest.stages if not like.keys().isdisjoint(stage.tensors)]
     states = [stage for stage in stages if stage.optimizer and target.optimizer is not None]
     if target.optimizer is not None and stages and not states:
         raise UnfitError(f"{path} was saved without an optimizer: leave the optimizer out. Nothing was changed")
-    files = [file for stage in stages for file in stage.files("model").values()]
-    for file in (*files, *(file for stage in states for file in stage.files("optimizer").values())):
-        manifest.verify(path, file)
-    training = read_training(path, manifest, coordinate, same_random=same_random)
-    for name in target.others:
-        if name not in training:
-            raise UnfitError(f"{path} was saved without a {name}: leave {name}= out. Nothing was changed")
     tensors: dict[str, Tensor] = {}
     for stage in stages:
-        tensors.update(read_model(path, stage, target.tensors))
+        with manifest.open(path, stage, "model") as read:
+            for name in stage.tensors.keys() & like.keys():
+                tensor, written = read(stage.aliases.get(name, name)), stage.tensors[name]
+                if Kind.of(tensor) != written:
+                    file = stage.files("model")[0]
+                    raise DamagedError(f"{file}: {name} is {Kind.of(tensor)}, and {MANIFEST} says {written}")
+                tensors[name] = own_part(tensor, like[name])
     _check_shared(target.stages, tensors)
     restored = None
     if target.optimizer is not None:
         with contextlib.ExitStack() as opened:
             parts = []
             for stage in states:
-                values, tensor = optimizer_values(stage.stage), opened.enter_context(stage.open(path, "optimizer"))
-                parts.append((values, manifest.read_json(path, values), tensor))
+                file, tensor_of = optimizer_values(stage.stage), manifest.open(path, stage, "optimizer")
+                parts.append((file, manifest.read_json(path, file), opened.enter_context(tensor_of)))
             restored = restore(target.optimizer, target.stages, parts)
-    note = note_on_ranks(manifest, coordinate, same_random=same_random)
+    training, note = read_training(path, manifest, coordinate, same_random=same_random)
+    if missing := target.others.keys() - training:
+        raise UnfitError(f"{path} was saved without a {min(missing)}: leave {min(missing)}= out. Nothing was changed")
     return LoadedState(manifest.step, tensors, restored, training, note)
-
-
-def read_model(path: Path, stage: SavedStage, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters and buffers of a stage that have one of these names; of those that are DTensors, the local part.
-
-    Args:
-        path: of the checkpoint.
-        stage: whose.
-        like: the tensors into which they are loaded, by name.
-    """
-    found = {}
-    with stage.open(path, "model") as read:
-        for name in stage.tensors.keys() & like.keys():
-            tensor = read(stage.aliases.get(name, name))
-            if Kind.of(tensor) != stage.tensors[name]:
-                file, said = stage.files("model")[0], stage.tensors[name]
-                raise DamagedError(f"{file}: {name} is {Kind.of(tensor)}, and {MANIFEST} says {said}")
-            found[name] = own_part(tensor, like[name])
-    return found
 
 
 def _check_shared(stages: Stages, tensors: dict[str, Tensor]) -> None:
@@ -286,41 +270,35 @@ def _check_shared(stages: Stages, tensors: dict[str, Tensor]) -> None:
             )
 
 
-def _copy(pipe: pipework.Pipe, target: Target, content: LoadedState) -> None:
-    with torch.no_grad():
-        for tensors in target.stages.values():
-            for name, tensor in tensors.items():
-                local_part(tensor).copy_(content.tensors[name])
+def _take_over(group: ProcessGroupView, pipe: pipework.Pipe, target: Target, content: LoadedState) -> None:
+    """Changes everything or nothing: first the steps that may fail and can be undone, then the plain copies."""
+
+    def load_states() -> None:
+        # This comes first: an optimizer puts its state on the device of its parameters.
+        memory.enter_context(pipe._filling())
+        undo.callback(set_random_states, random_states())
+        if RANDOM in content.training:
+            set_random_states(content.training[RANDOM])
+        if content.optimizer is not None:
+            undo.callback(content.optimizer.apply())
+        for name, each in target.others.items():
+            undo.callback(each.load_state_dict, copy.deepcopy(each.state_dict()))
+            each.load_state_dict(content.training[name])
+
+    @torch.no_grad()
+    def copy_tensors() -> None:
+        for name, tensor in target.tensors.items():
+            local_part(tensor).copy_(content.tensors[name])
         for part in pipe.partitions:  # several parts of a model may have a copy of a buffer
             for name, (_, *copies) in state_tensors(part).items():
                 for tensor in copies:
                     tensor.copy_(content.tensors.get(plain_name(name), tensor))
 
-
-def _take_over(group: ProcessGroupView, pipe: pipework.Pipe, target: Target, content: LoadedState) -> None:
-    """Changes everything or nothing: first the steps that may fail and can be undone, then the plain copies."""
-    undo: list[Callable[[], None]] = []
     with contextlib.ExitStack() as memory:
-
-        def load_states() -> None:
-            # This comes first: an optimizer puts its state on the device of its parameters.
-            memory.enter_context(pipe._filling())
-            undo.append(functools.partial(set_random_states, random_states()))
-            if RANDOM in content.training:
-                set_random_states(content.training[RANDOM])
-            if content.optimizer is not None:
-                undo.append(content.optimizer.apply())
-            for name, each in target.others.items():
-                undo.append(functools.partial(each.load_state_dict, copy.deepcopy(each.state_dict())))
-                each.load_state_dict(content.training[name])
-
-        try:
+        with contextlib.ExitStack() as undo:
             run_on_all_ranks(group, "take over the state", load_states)
-        except BaseException:
-            for step in reversed(undo):
-                step()
-            raise
-        run_on_all_ranks(group, "copy what was saved into the layers", functools.partial(_copy, pipe, target, content))
+            undo.pop_all()  # nothing is undone any more
+        run_on_all_ranks(group, "copy what was saved into the layers", copy_tensors)
         run_on_all_ranks(group, "initialise what no checkpoint has", memory.close)
     if RANDOM in content.training:
         set_random_states(content.training[RANDOM])  # again: initialisation may have drawn random numbers

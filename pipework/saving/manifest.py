@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from contextlib import AbstractContextManager
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 import pipework
-from pipework.saving.files import COMPLETE, Checksum, DamagedError, UnfitError, parsing, read_small, verify_file
+from pipework.saving.files import MANIFEST, Checksum, DamagedError, UnfitError, parsing, read_small, verify_file
 from pipework.saving.stages import plain_name
 from pipework.saving.tensor_files import Kind, Sharded, open_stage, shards_of
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 FORMAT: Final = "pipework checkpoint"
 VERSION: Final = 2
 _WHOLE: Final = 1  # the version of a checkpoint in which no tensor is in parts
-MANIFEST: Final = "manifest.json"
 
 What = Literal["model", "optimizer"]
 
@@ -84,11 +82,6 @@ class SavedStage:
         sharded = self.sharded if what == "model" else self.sharded_state
         return {shard: stage_file(what, self.stage, shard) for shard in shards_of(sharded)}
 
-    def open(self, directory: Path, what: What) -> AbstractContextManager[Callable[[str], Tensor]]:
-        """Opens these files in the directory of a checkpoint: see `open_stage`."""
-        paths = {shard: directory / file for shard, file in self.files(what).items()}
-        return open_stage(paths, self.sharded if what == "model" else self.sharded_state)
-
     def with_shards(self, other: SavedStage) -> SavedStage:
         """With the parts that another process has written."""
         sharded, state = dict(self.sharded), dict(self.sharded_state)
@@ -100,15 +93,9 @@ class SavedStage:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""
-        parts = {"sharded": self.sharded, "sharded_state": self.sharded_state}
-        return {
-            "stage": self.stage,
-            "rank": self.rank,
-            "tensors": self.tensors,
-            "aliases": self.aliases,
-            "optimizer": self.optimizer,
-            **{key: {name: vars(each) for name, each in sharded.items()} for key, sharded in parts.items() if sharded},
-        }
+        parts = {key: getattr(self, key) for key in ("sharded", "sharded_state")}
+        shards = {key: {name: vars(each) for name, each in part.items()} for key, part in parts.items() if part}
+        return {**{key: value for key, value in vars(self).items() if key not in parts}, **shards}
 
     @classmethod
     def from_json(cls, value: Any) -> SavedStage:
@@ -178,13 +165,11 @@ class Manifest:
             version, writer = value["version"], value["libraries"]["pipework"]
             if value["format"] != FORMAT:
                 raise ValueError(f"its format is {value['format']!r}")
-            is_newer = version > VERSION
-        if is_newer:
-            raise UnfitError(
-                f"the checkpoint has format {version}, written by pipework {writer}, and pipework "
-                f"{pipework.__version__} knows formats up to {VERSION}: install a newer pipework"
-            )
-        with parsing(MANIFEST):
+            if version > VERSION:
+                raise UnfitError(
+                    f"the checkpoint has format {version}, written by pipework {writer}, and pipework "
+                    f"{pipework.__version__} knows formats up to {VERSION}: install a newer pipework"
+                )
             ranks, replicas = int(value["ranks"]), int(value.get("replicas", 1))
             if not 1 <= replicas <= ranks or ranks % replicas:
                 raise ValueError(f"{ranks} ranks cannot be {replicas} replicas")
@@ -208,6 +193,15 @@ class Manifest:
         verify_file(directory / file, self.files[file])
         return directory / file
 
+    def open(self, directory: Path, stage: SavedStage, what: What) -> AbstractContextManager[Callable[[str], Tensor]]:
+        """Verifies and opens the files of a stage; see `open_stage`.
+
+        Raises:
+            DamagedError: a file is missing or has another checksum, or the manifest does not list it.
+        """
+        paths = {shard: self.verify(directory, file) for shard, file in stage.files(what).items()}
+        return open_stage(paths, stage.sharded if what == "model" else stage.sharded_state)
+
     def read_json(self, directory: Path, file: str) -> Any:
         """The value in a JSON file.
 
@@ -217,21 +211,3 @@ class Manifest:
         content = read_small(self.verify(directory, file))
         with parsing(file):
             return json.loads(content)
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a complete checkpoint.
-
-    Raises:
-        DamagedError: its checksum is not the one in the file COMPLETE.
-        UnfitError: its format is newer than this version of pipework.
-    """
-    mark, content = read_small(directory / COMPLETE), read_small(directory / MANIFEST)
-    if mark != completion(content):
-        raise DamagedError(f"{MANIFEST}: its SHA-256 is not the one in {COMPLETE}")
-    return Manifest.from_bytes(content)
-
-
-def completion(manifest: bytes) -> bytes:
-    """The content of the file that marks a checkpoint as complete."""
-    return hashlib.sha256(manifest).hexdigest().encode() + b"\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,16 +36,6 @@ def collect_state(optimizer: Any) -> None:
         optimizer.consolidate_state_dict(to=0)
 
 
-def has_state(optimizer: Optimizer, shard: int) -> bool:
-    """Whether this process can save the optimizer's state, or its part of it.
-
-    Args:
-        optimizer: after `collect_state`.
-        shard: the number of this process among those that hold the same layers.
-    """
-    return shard == 0 or not _is_zero(optimizer)
-
-
 def _is_zero(optimizer: Any) -> bool:
     """Whether it is a `ZeroRedundancyOptimizer`, whose import takes long."""
     return hasattr(optimizer, "consolidate_state_dict") and hasattr(optimizer, "optim")
@@ -55,13 +46,21 @@ def _inner(optimizer: Any) -> Any:
     return optimizer.optim if _is_zero(optimizer) else optimizer
 
 
-def split_by_stage(optimizer: Optimizer, stages: Stages) -> dict[int, OptimizerShard]:
+def split_by_stage(optimizer: Optimizer | None, stages: Stages, shard: int) -> dict[int, OptimizerShard]:
     """The optimizer's state by stage. The state of a parameter that several stages share is in each of them.
+
+    Args:
+        optimizer: after `collect_state`; None: there is no state.
+        stages: the tensors of this process.
+        shard: the number of this process among those that hold the same layers. The first of them alone has the state
+            of a `ZeroRedundancyOptimizer`.
 
     Raises:
         TypeError: the object is no optimizer of PyTorch's, or its state cannot be saved.
         UnfitError: the optimizer has parameters that are not the pipe's.
     """
+    if optimizer is None or (shard and _is_zero(optimizer)):
+        return {}
     check_optimizer(optimizer)
     # The first of the names of a tensor with several.
     names = {number: {id(t): name for name, t in reversed(tensors.items())} for number, tensors in stages.items()}
@@ -141,8 +140,9 @@ def restore(
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
     refuse_foreign(optimizer, names)
-    saved = _Saved.of(parts)
-    kind = type(_inner(optimizer)).__name__
+    kind, saved = type(_inner(optimizer)).__name__, _Saved(set(), {}, {}, {})
+    for file, value, read in parts:
+        saved.add(file, value, JsonCodec(get=read))
     if saved.kinds - {kind}:
         raise UnfitError(
             f"the checkpoint has the state of {' and '.join(sorted(saved.kinds))}, and the optimizer is "
@@ -153,12 +153,10 @@ def restore(
     present = torch.optim.Optimizer.state_dict(optimizer) if _is_zero(optimizer) else optimizer.state_dict()
     parameters = _by_index(optimizer, present)
     here = [key[id(parameter)] for parameter in parameters.values()]
+    more = [name for name in key.values() if name in saved.group and name not in here]
     wrong = [
         listed("parameters without any in the checkpoint", [name for name in here if name not in saved.group]),
-        listed(
-            "parameters that only the checkpoint's optimizer has",
-            [name for name in key.values() if name in saved.group and name not in here],
-        ),
+        listed("parameters that only the checkpoint's optimizer has", more),
     ]
     if any(wrong):
         raise UnfitError(
@@ -170,55 +168,49 @@ def restore(
         groups.append({**group, **saved.options(number, members)})
         for index, name in zip(group["params"], members, strict=True):
             if name in saved.state:
-                remembered = saved.state[name].decoded()
+                remembered = saved.state[name]()
                 state[index] = {each: _laid_out(value, parameters[index]) for each, value in remembered.items()}
     return Restored(optimizer, {**present, "state": state, "param_groups": groups})
 
 
-class _Form(NamedTuple):
-    """Encoded options of a group or state of a parameter, the file that has them, and a function that reads tensors."""
-
-    form: Any
-    file: str
-    tensor: Callable[[str], Tensor]
-
-    def decoded(self) -> dict[str, Any]:
-        with parsing(self.file):
-            return dict(JsonCodec(get=self.tensor).decode(self.form))
-
-
 class _Saved(NamedTuple):
-    """The state of all stages: classes of the optimizer, options by group, and group and state by parameter."""
+    """The state of all stages: classes of the optimizer, options by group, and group and state by parameter.
+
+    A group's options are its encoded options and a function that decodes them. A parameter's state is such a function.
+    """
 
     kinds: set[str]
-    groups: dict[int, list[_Form]]
+    groups: dict[int, list[tuple[Any, Callable[[], dict[str, Any]]]]]
     group: dict[str, int]
-    state: dict[str, _Form]
+    state: dict[str, Callable[[], dict[str, Any]]]
 
-    @classmethod
-    def of(cls, parts: Iterable[tuple[str, Any, Callable[[str], Tensor]]]) -> _Saved:
-        saved = cls(set(), {}, {}, {})
-        for file, value, tensor in parts:
+    def add(self, file: str, value: Any, codec: JsonCodec) -> None:
+        """Adds the state of a stage."""
+
+        def decoded(form: Any) -> dict[str, Any]:
             with parsing(file):
-                saved.kinds.add(str(value["optimizer"]))
-                for number, each in enumerate(value["groups"]):
-                    saved.groups.setdefault(number, []).append(_Form(each["options"], file, tensor))
-                    for name in each["parameters"]:
-                        saved.group.setdefault(plain_name(name), number)
-                for name, remembered in value["state"].items():
-                    saved.state.setdefault(plain_name(name), _Form(remembered, file, tensor))
-        return saved
+                return dict(codec.decode(form))
+
+        with parsing(file):
+            self.kinds.add(str(value["optimizer"]))
+            for number, each in enumerate(value["groups"]):
+                options = each["options"]
+                self.groups.setdefault(number, []).append((options, partial(decoded, options)))
+                for name in each["parameters"]:
+                    self.group.setdefault(plain_name(name), number)
+            for name, remembered in value["state"].items():
+                self.state.setdefault(plain_name(name), partial(decoded, remembered))
 
     def options(self, number: int, members: list[str]) -> dict[str, Any]:
         """The options of a group of these parameters, such as its learning rate."""
         numbers = sorted({self.group[name] for name in members}) or [number]
         found = [self.groups[each][0] for each in numbers if each in self.groups]
-        if any(each.form != found[0].form for each in found):
+        if any(form != found[0][0] for form, _ in found):
             raise UnfitError(
                 f"group {number} of the optimizer has parameters of the groups {numbers} of the checkpoint, whose "
                 "options differ: make the groups as they were. Nothing was changed"
             )
-        return found[0].decoded() if found else {}
+        return found[0][1]() if found else {}
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,9 +242,9 @@ def refuse_foreign(optimizer: Optimizer, known: Iterable[int]) -> None:
     """Raises an UnfitError if parameters of an optimizer are none of these, by their ids."""
     here = set(known)
     foreign = [
-        f"{tuple(parameter.shape)} in group {number} at position {position}"
+        f"{tuple(parameter.shape)} in group {number}"
         for number, group in enumerate(optimizer.param_groups)
-        for position, parameter in enumerate(group["params"])
+        for parameter in group["params"]
         if id(parameter) not in here
     ]
     if foreign:

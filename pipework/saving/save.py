@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipework.saving import files
 from pipework.saving.collective import MeshCoordinate, process_group_of, run_on_all_ranks
 from pipework.saving.files import COMPLETE, Checksum, write_file
-from pipework.saving.manifest import (
-    MANIFEST,
-    Manifest,
-    SavedStage,
-    completion,
-    optimizer_values,
-    stage_file,
-    training_files,
-)
-from pipework.saving.optimizer import OptimizerShard, collect_state, has_state, split_by_stage
+from pipework.saving.manifest import Manifest, SavedStage, optimizer_values, stage_file, training_files
+from pipework.saving.optimizer import OptimizerShard, collect_state, split_by_stage
 from pipework.saving.stages import Stages, aliases, stages_of
 from pipework.saving.tensor_files import Kind, divide, require_safetensors, write_tensors
-from pipework.saving.training import POSITION, RANDOM, TrainingState, random_states
+from pipework.saving.training import POSITION, RANDOM, TrainingState, random_states, with_state
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -108,7 +100,7 @@ def save_checkpoint(
     try:
         run_on_all_ranks(group, "make a directory", lambda: files.begin(place, step) if group.rank == 0 else None)
         written = run_on_all_ranks(
-            group, "write its stages", lambda: _write(partial, ready.own, training, group), share=_Written.to_json
+            group, "write its stages", lambda: _write(partial, ready.own, training, group), share=lambda table: table
         )
         run_on_all_ranks(group, "complete the checkpoint", lambda: _complete(partial, step, written.shared, group))
     except Exception:
@@ -122,25 +114,12 @@ def save_checkpoint(
     return final
 
 
-@dataclass(frozen=True)
-class _Prepared:
+class _Prepared(NamedTuple):
     """Everything that this rank will write, checked."""
 
     stages: Stages
     optimizer: dict[int, OptimizerShard]
     training: TrainingState
-
-
-@dataclass(frozen=True)
-class _Written:
-    """The stages and files that this rank wrote; whole tensors, or parts of tensors only."""
-
-    stages: list[SavedStage]
-    files: dict[str, Checksum]
-    whole: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return {"stages": [stage.to_json() for stage in self.stages], "files": self.files, "whole": self.whole}
 
 
 def _prepare(
@@ -151,26 +130,27 @@ def _prepare(
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
     states = {POSITION: position, RANDOM: random_states()}
-    for name, each in others.items():
-        if each is not None:
-            if not hasattr(each, "state_dict"):
-                raise TypeError(f"{name} must have a state_dict(), got a {type(each).__name__}")
-            states[name] = each.state_dict()
+    states.update({name: each.state_dict() for name, each in with_state(**others).items()})
     stages = stages_of(pipe)
-    parts = (
-        split_by_stage(optimizer, stages) if optimizer is not None and has_state(optimizer, pipe.ranks.shard) else {}
-    )
-    return _Prepared(stages, parts, TrainingState.of(states))
+    return _Prepared(stages, split_by_stage(optimizer, stages, pipe.ranks.shard), TrainingState.of(states))
 
 
-def _write(partial: Path, prepared: _Prepared, training: TrainingState, group: ProcessGroupView) -> _Written:
-    """Writes this rank's files."""
+def _write(partial: Path, prepared: _Prepared, training: TrainingState, group: ProcessGroupView) -> dict[str, Any]:
+    """Writes this rank's files.
+
+    Returns:
+        As JSON: the stages and files, and whether it wrote whole tensors, or parts of tensors only.
+    """
     files.wait_for(partial)
     first = group.shard == 0
-    written = _Written([], {}, first)
+    stages: list[dict[str, Any]] = []
+    written: dict[str, Checksum] = {}
 
-    def write(file: str, tensors: dict[str, Tensor]) -> None:
-        written.files[file] = write_tensors(partial / file, tensors)
+    def write(file: str, tensors: Mapping[str, Tensor]) -> None:
+        written[file] = write_tensors(partial / file, tensors)
+
+    def write_values(file: str, value: Any) -> None:
+        written[file] = write_file(partial / file, [json.dumps(value, indent=1, allow_nan=False).encode()])
 
     for number, tensors in prepared.stages.items():
         same = aliases(tensors)
@@ -182,21 +162,16 @@ def _write(partial: Path, prepared: _Prepared, training: TrainingState, group: P
         if state is not None and (first or parts.tensors):
             write(stage_file("optimizer", number, group.shard), parts.tensors)
         if state is not None and first:
-            file = optimizer_values(number)
-            written.files[file] = _write_values(partial / file, state.values)
+            write_values(optimizer_values(number), state.values)
         if first or model.sharded or parts.sharded:
             kinds = {name: Kind.of(tensor) for name, tensor in tensors.items()}
-            rank, has_state = group.rank, state is not None
-            written.stages.append(SavedStage(number, rank, kinds, same, has_state, model.sharded, parts.sharded))
+            shards = model.sharded, parts.sharded
+            stages.append(SavedStage(number, group.rank, kinds, same, state is not None, *shards).to_json())
     if training.values:
         tensors_file, values_file = training_files(group.rank)
         write(tensors_file, training.all_tensors)
-        written.files[values_file] = _write_values(partial / values_file, training.values)
-    return written
-
-
-def _write_values(path: Path, value: Any) -> Checksum:
-    return write_file(path, [json.dumps(value, indent=1, allow_nan=False).encode()])
+        write_values(values_file, training.values)
+    return {"stages": stages, "files": written, "whole": first}
 
 
 def _complete(partial: Path, step: int, gathered: list[Any], group: ProcessGroupView) -> None:
@@ -213,6 +188,4 @@ def _complete(partial: Path, step: int, gathered: list[Any], group: ProcessGroup
     for part in by_kind[False]:
         stages[part.stage] = stages[part.stage].with_shards(part)
     checksums = {name: Checksum(*each) for written in gathered for name, each in written["files"].items()}
-    content = Manifest(step, len(group.everyone), group.replicas, tuple(stages), checksums).to_bytes()
-    write_file(partial / MANIFEST, [content])
-    files.finish(partial, completion(content))
+    files.finish(partial, Manifest(step, len(group.everyone), group.replicas, tuple(stages), checksums).to_bytes())

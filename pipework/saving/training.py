@@ -86,6 +86,19 @@ class TrainingState:
         return {name: tensor for each in self.tensors.values() for name, tensor in each.items()}
 
 
+def with_state(**objects: Any) -> dict[str, Any]:
+    """The objects, such as a scheduler, that are not None.
+
+    Raises:
+        TypeError: an object has no state that can be saved and loaded.
+    """
+    there = {name: each for name, each in objects.items() if each is not None}
+    for name, each in there.items():
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise TypeError(f"{name} must have state_dict() and load_state_dict(), got a {type(each).__name__}")
+    return there
+
+
 def sources(manifest: Manifest, coordinate: MeshCoordinate) -> list[int]:
     """The ranks whose files a rank resumes from, the preferred one first.
 
@@ -106,8 +119,12 @@ def sources(manifest: Manifest, coordinate: MeshCoordinate) -> list[int]:
     return [rank for rank in every if rank == first or training_files(rank)[1] in manifest.files]
 
 
-def read_training(path: Path, manifest: Manifest, coordinate: MeshCoordinate, *, same_random: bool) -> dict[str, Any]:
-    """The training state that a rank resumes with; without random states if it is to keep its own.
+def read_training(
+    path: Path, manifest: Manifest, coordinate: MeshCoordinate, *, same_random: bool
+) -> tuple[dict[str, Any], str]:
+    """The training state that a rank resumes with, and a note on what is left out, or an empty text.
+
+    The state has no random states if the rank is to keep its own.
 
     Args:
         path: the checkpoint.
@@ -131,22 +148,21 @@ def read_training(path: Path, manifest: Manifest, coordinate: MeshCoordinate, *,
         raise DamagedError(f"{training_files(ranks[0])[1]}: it has no random states")
     if coordinate.replica >= manifest.replicas and not same_random:
         del found[RANDOM]
-    return {POSITION: None, **found}
+    return {POSITION: None, **found}, note_on_ranks(manifest, coordinate, same_random=same_random)
 
 
 def note_on_ranks(manifest: Manifest, coordinate: MeshCoordinate, *, same_random: bool) -> str:
     """What a resumption with another number of replicas or workers leaves out; an empty text if nothing."""
-    saved = manifest.ranks // manifest.replicas
-    text = f"it is of {manifest.replicas} replicas, and here are {coordinate.replicas}: "
-    if coordinate.replicas < manifest.replicas:
-        return f"{text}the data positions and random states of replicas from {coordinate.replicas} on are left out"
-    if coordinate.replicas > manifest.replicas:
-        states = "and also its random states" if same_random else "and keep their own random states"
-        return f"{text}replicas from {manifest.replicas} on get the data position of replica 0, {states}"
-    special = [rank for rank in range(manifest.ranks) if rank % saved and training_files(rank)[1] in manifest.files]
-    if coordinate.workers != saved and special:
-        return f"what was special to the ranks {special}, such as random states, is left out: here are other workers"
-    return ""
+    workers, replicas = manifest.ranks // manifest.replicas, manifest.replicas
+    files = [training_files(rank)[1] for rank in range(manifest.ranks) if rank % workers]
+    if coordinate.replicas == replicas and (coordinate.workers == workers or manifest.files.keys().isdisjoint(files)):
+        return ""
+    states = "and also its random states" if same_random else "and keep their own random states"
+    return (
+        f"it is of {replicas} replicas with {workers} workers, and here are {coordinate.replicas} with "
+        f"{coordinate.workers}: the data positions, random states and others of ranks that are not here any more are "
+        f"left out; replicas from {replicas} on get the data position of replica 0, {states}"
+    )
 
 
 def _digest(value: Any, tensors: Mapping[str, Tensor]) -> str:
@@ -189,11 +205,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     for place, state in zip(places, saved, strict=False):
         module.set_rng_state(state, *place)
     if len(saved) != len(places):
-        logging.getLogger("pipework").info(
-            "the checkpoint has random states of %d accelerators, here are %d: those that both have were set",
-            len(saved),
-            len(places),
-        )
+        text = "the checkpoint has random states of %d accelerators, here are %d: those that both have were set"
+        logging.getLogger("pipework").info(text, len(saved), len(places))
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
         numpy.random.set_state(states["numpy"])

@@ -85,18 +85,57 @@ def test_two_hundred_flipped_bits(saved, caplog):
     assert saved.load().step == 2
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("how", ["empty", "shorter", "longer", "gone", "directory"])
-def test_truncated_and_deleted_files(saved, caplog, name, how):
-    file = saved.paths[1] / name
-    content = file.read_bytes()
-    file.unlink()
-    if how == "directory":
-        file.mkdir()
-    elif how != "gone":
-        file.write_bytes({"empty": b"", "shorter": content[:-1], "longer": content + b" "}[how])
-    also = ["COMPLETE"] if name == "manifest.json" and how not in ("gone", "directory") else []
-    assert_falls_back(saved, caplog, name, *also)
+DAMAGE = {
+    "empty": lambda content: b"",
+    "shorter": lambda content: content[:-1],
+    "longer": lambda content: content + b" ",
+    "gone": None,
+    "directory": None,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_truncated_and_deleted_files(saved, caplog, how):
+    for name in NAMES:
+        file = saved.paths[1] / name
+        content = file.read_bytes()
+        file.unlink()
+        if how == "directory":
+            file.mkdir()
+        elif how != "gone":
+            file.write_bytes(DAMAGE[how](content))
+        also = ["COMPLETE"] if name == "manifest.json" and how not in ("gone", "directory") else []
+        assert_falls_back(saved, caplog, name, *also)
+        if how == "directory":
+            file.rmdir()
+        file.write_bytes(content)
+    assert saved.load().step == 2
+
+
+# Intact files in a wrong place: two files of one kind that are exchanged, and a file of the step before.
+STRAY = [
+    ("model-stage-00000.safetensors", "model-stage-00001.safetensors", 1),
+    ("optimizer-stage-00000.safetensors", "optimizer-stage-00001.safetensors", 1),
+    ("optimizer-stage-00000.json", "optimizer-stage-00001.json", 1),
+    ("model-stage-00000.safetensors", "optimizer-stage-00000.safetensors", 1),
+    *((name, name, 0) for name in NAMES if name != "training.json"),
+]
+
+
+def test_intact_files_in_a_wrong_place(saved, caplog):
+    for name, other, step in STRAY:
+        file, stray = saved.paths[1] / name, saved.paths[step] / other
+        contents = file.read_bytes(), stray.read_bytes()
+        if contents[0] == contents[1]:
+            assert (step, name) in {(0, f"optimizer-stage-0000{stage}.json") for stage in (0, 1)}
+            continue
+        file.write_bytes(contents[1])
+        if step == 1:
+            stray.write_bytes(contents[0])
+        assert_falls_back(saved, caplog, name, other, *(["COMPLETE"] if name == "manifest.json" else []))
+        file.write_bytes(contents[0])
+        stray.write_bytes(contents[1])
+    assert saved.load().step == 2
 
 
 def test_all_of_another_step(saved, caplog):
@@ -159,57 +198,63 @@ def mark(path: Path) -> None:
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", ["pickle", "torch.save"])
-def test_nothing_is_unpickled(saved, caplog, tmp_path, name, form, sealed):
+def test_nothing_is_unpickled(saved, caplog, tmp_path, form, sealed):
     canary = tmp_path / "canary"
-    file = saved.paths[1] / name
-    if form == "pickle":
-        file.write_bytes(pickle.dumps(Evil(canary)))
-    else:
-        torch.save(Evil(canary), file)
-    if sealed and name == "manifest.json":
-        mark(saved.paths[1])
-    elif sealed and name != "COMPLETE":
-        sealed_again(saved.paths[1])
-    assert_falls_back(saved, caplog, name, "COMPLETE")
-    assert not canary.exists()
-    if form == "pickle":
-        pickle.loads(file.read_bytes())
-        assert canary.exists(), "the payload would have worked"
+    path = saved.paths[1]
+    intact = {file: file.read_bytes() for file in files_of(path)}
+    for name in NAMES:
+        if form == "pickle":
+            (path / name).write_bytes(pickle.dumps(Evil(canary)))
+        else:
+            torch.save(Evil(canary), path / name)
+        if sealed and name == "manifest.json":
+            mark(path)
+        elif sealed and name != "COMPLETE":
+            sealed_again(path)
+        assert_falls_back(saved, caplog, name, "COMPLETE")
+        assert not canary.exists()
+        for file, content in intact.items():
+            file.write_bytes(content)
+    pickle.loads(pickle.dumps(Evil(canary)))
+    assert canary.exists(), "the payload would have worked"
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("training.json", lambda value: []),
-        ("training.json", lambda value: {}),
-        ("training.json", lambda value: {**value, "data_position": {"$": "Path", "items": []}}),
-        ("training.json", lambda value: {**value, "data_position": {"$": "tensor", "name": "../x"}}),
-        ("training.json", lambda value: {**value, "data_position": {"$": "dict", "items": [[[], 1]]}}),
-        ("training.json", lambda value: {**value, "data_position": {"$": "dict", "items": [1]}}),
-        ("optimizer-stage-00001.json", lambda value: []),
-        ("optimizer-stage-00001.json", lambda value: {**value, "groups": 3}),
-        ("optimizer-stage-00001.json", lambda value: {**value, "state": {"7.weight": 5}}),
-        ("optimizer-stage-00001.json", lambda value: {**value, "state": []}),
-        ("manifest.json", lambda value: {}),
-        ("manifest.json", lambda value: {**value, "format": "other"}),
-        ("manifest.json", lambda value: {**value, "version": "1"}),
-        ("manifest.json", lambda value: {**value, "stages": 1}),
-        ("manifest.json", lambda value: {**value, "replicas": 2}),
-        ("manifest.json", lambda value: {**value, "replicas": 0}),
-        ("manifest.json", lambda value: {**value, "files": {}}),
-        ("manifest.json", lambda value: {**value, "files": {"training.json": 1}}),
-    ],
-)
-def test_nonsense_with_right_checksums(saved, caplog, name, change):
-    file = saved.paths[1] / name
-    file.write_bytes(json.dumps(change(json.loads(file.read_bytes()))).encode())
-    if name == "manifest.json":
-        mark(saved.paths[1])
-    else:
-        sealed_again(saved.paths[1])
-    assert_falls_back(saved, caplog, name, *(["training.safetensors"] if name == "training.json" else []))
+NONSENSE = [
+    ("training.json", lambda value: []),
+    ("training.json", lambda value: {}),
+    ("training.json", lambda value: {**value, "data_position": {"$": "Path", "items": []}}),
+    ("training.json", lambda value: {**value, "data_position": {"$": "tensor", "name": "../x"}}),
+    ("training.json", lambda value: {**value, "data_position": {"$": "dict", "items": [[[], 1]]}}),
+    ("training.json", lambda value: {**value, "data_position": {"$": "dict", "items": [1]}}),
+    ("optimizer-stage-00001.json", lambda value: []),
+    ("optimizer-stage-00001.json", lambda value: {**value, "groups": 3}),
+    ("optimizer-stage-00001.json", lambda value: {**value, "state": {"7.weight": 5}}),
+    ("optimizer-stage-00001.json", lambda value: {**value, "state": []}),
+    ("manifest.json", lambda value: {}),
+    ("manifest.json", lambda value: {**value, "format": "other"}),
+    ("manifest.json", lambda value: {**value, "version": "1"}),
+    ("manifest.json", lambda value: {**value, "stages": 1}),
+    ("manifest.json", lambda value: {**value, "replicas": 2}),
+    ("manifest.json", lambda value: {**value, "replicas": 0}),
+    ("manifest.json", lambda value: {**value, "files": {}}),
+    ("manifest.json", lambda value: {**value, "files": {"training.json": 1}}),
+]
+
+
+def test_nonsense_with_right_checksums(saved, caplog):
+    path = saved.paths[1]
+    intact = {file: file.read_bytes() for file in files_of(path)}
+    for name, change in NONSENSE:
+        file = path / name
+        file.write_bytes(json.dumps(change(json.loads(file.read_bytes()))).encode())
+        if name == "manifest.json":
+            mark(path)
+        else:
+            sealed_again(path)
+        assert_falls_back(saved, caplog, name, *(["training.safetensors"] if name == "training.json" else []))
+        for file, content in intact.items():
+            file.write_bytes(content)
 
 
 def test_a_manifest_that_says_nothing_of_replicas(saved):

@@ -72,7 +72,7 @@ def test_old_ones_that_cannot_be_removed_are_no_error(tmp_path, monkeypatch, cap
         ({"step": 1, "data_position": torch.ones(2).to_sparse()}, TypeError, "its layout is torch.sparse_coo"),
         ({"step": 1, "data_position": torch.ones(2, device="meta")}, TypeError, "lies on the meta device"),
         ({"step": 1, "data_position": torch.ones(2, dtype=torch.complex128)}, TypeError, "dtype is torch.complex128"),
-        ({"step": 1, "scheduler": 5}, TypeError, "scheduler must have a state_dict.., got a int"),
+        ({"step": 1, "scheduler": 5}, TypeError, "scheduler must have state_dict.. and load_state_dict.., got a int"),
         ({"step": 1, "optimizer": 5}, TypeError, "wanted a torch.optim.Optimizer, got a int"),
     ],
 )
@@ -95,7 +95,7 @@ def test_pipes_that_are_refused(tmp_path):
     with pytest.raises(TypeError, match=r"layer '0' \(Extra\) has extra state"):
         save_checkpoint(tmp_path, Pipe(nn.Sequential(Extra(1, 1)), balance=[1]), step=1)
     stranger = torch.optim.SGD([*pipe.parameters(), nn.Parameter(torch.ones(3))])
-    with pytest.raises(ValueError, match=r"parameters that are not the pipe's; .*: \(3,\) in group 0 at position 10"):
+    with pytest.raises(ValueError, match=r"parameters that are not the pipe's; .*: \(3,\) in group 0\."):
         save_checkpoint(tmp_path, pipe, stranger, step=1)
     assert not list(tmp_path.iterdir())
 
