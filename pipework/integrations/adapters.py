@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
+from pipework.integrations.part_files import write_in_parts
 from pipework.saving.collective import run_on_all_ranks
 from pipework.saving.tensor_files import Kind, open_tensors, write_tensors
 
@@ -28,8 +29,8 @@ class AdapterFile(NamedTuple):
 
     Attributes:
         path: of the file, which may not be there.
-        names: of its tensors: from those in the file to those in the model.
-        embeddings: the same of the embeddings below the adapter, which it has or lacks.
+        names: maps the names of the adapter's tensors in the file to their names in the model.
+        embeddings: likewise for the embeddings below the adapter. A file has all of them or none.
     """
 
     path: Path
@@ -48,8 +49,8 @@ class AdapterFile(NamedTuple):
                     f"{self.path} has {unknown[0]}, for which the adapter here has no tensor: make it with the "
                     "configuration that the saved one had, or load it with PEFT before the pipe is attached"
                 )
-            named = {**{key: name for key, name in self.embeddings.items() if key in opened.names}, **self.names}
-            own = {key: name for key, name in named.items() if name in wanted}
+            there = {key: name for key, name in self.embeddings.items() if key in opened.names}
+            own = {key: name for key, name in {**there, **self.names}.items() if name in wanted}
             return {name: opened.read(key) if key in opened.names else None for key, name in own.items()}
 
 
@@ -61,7 +62,7 @@ def is_adapted(model: nn.Module) -> bool:
 def save_adapters(
     group: ProcessGroupView, model: Any, state: dict[str, Tensor], folder: Path, embeddings: bool | Literal["auto"]
 ) -> None:
-    """Lets PEFT write the adapters of a model, in the first process, with what the others have of them.
+    """Lets PEFT write the adapters of a model in the first process. The other processes hand it their tensors.
 
     Args:
         group: the processes, all of which call it.
@@ -77,39 +78,26 @@ def save_adapters(
         return [name for each in names for name in each.values()]
 
     chosen = run_on_all_ranks(group, "name its adapters", lambda: [] if group.rank else choose(), share=list).shared[0]
-    parts = [folder / f"{_FILE}.{rank}.tmp" for rank in range(1, len(group.everyone) // group.replicas)]
 
-    def write() -> None:
-        if group.rank and not group.replica:
-            write_tensors(parts[group.rank - 1], {name: state[name] for name in chosen if name in state})
-
-    def join() -> None:
-        if group.rank:
-            return
+    def join(parts: list[Path]) -> None:
         found = {**whole, **state}
         for part in parts:
             with open_tensors(part) as opened:
                 found.update({name: opened.read(name) for name in opened.names})
         with _seen_whole(model):
             model.save_pretrained(str(folder), state_dict=found, save_embedding_layers=embeddings)
-        for part in parts:
-            part.unlink()
 
-    run_on_all_ranks(group, "write its adapters", write)
-    run_on_all_ranks(group, "join the adapters", join)
+    own = {name: state[name] for name in chosen if name in state}
+    write_in_parts(group, "its adapters", folder / _FILE, lambda part: write_tensors(part, own), join)
 
 
 def adapter_files(group: ProcessGroupView, model: Any, state: dict[str, Tensor], folder: Path) -> list[AdapterFile]:
     """The file of each adapter; see `save_adapters`."""
-    whole = _without_values(group, state)
-    return [
-        AdapterFile(
-            (folder if name == "default" else folder / name) / _FILE,
-            _names_in_file(model, whole, name, False),
-            _names_in_file(model, whole, name, True),
-        )
-        for name in model.peft_config
-    ]
+    whole, files = _without_values(group, state), []
+    for name in model.peft_config:
+        path = (folder if name == "default" else folder / name) / _FILE
+        files.append(AdapterFile(path, *(_names_in_file(model, whole, name, each) for each in (False, True))))
+    return files
 
 
 def _without_values(group: ProcessGroupView, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -126,8 +114,8 @@ def _without_values(group: ProcessGroupView, state: dict[str, Tensor]) -> dict[s
 def _names_in_file(
     model: Any, whole: dict[str, Tensor], adapter: str, embeddings: bool | Literal["auto"]
 ) -> dict[str, str]:
-    """From the names that an adapter's tensors have in its file to those in the model."""
-    from peft import get_peft_model_state_dict  # only who has adapters has PEFT
+    """Maps the names that an adapter's tensors have in its file to their names in the model."""
+    from peft import get_peft_model_state_dict  # PEFT is there if a model has adapters
 
     names = {id(tensor): name for name, tensor in whole.items()}
     with _seen_whole(model), warnings.catch_warnings():
@@ -138,7 +126,7 @@ def _names_in_file(
 
 @contextlib.contextmanager
 def _seen_whole(model: nn.Module) -> Iterator[None]:
-    """Inside, a part's copy of the model names the modules in units of other parts, too: PEFT asks each."""
+    """A context in which a part's copy of the model also lists the modules of other parts: PEFT asks for all names."""
     stand_ins = [module for module in model.modules() if getattr(module, "is_elsewhere", False)]
     for each in stand_ins:
         each.__dict__["named_modules"] = functools.partial(_named_modules, each)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipework.integrations.part_files import write_in_parts
 from pipework.saving.collective import run_on_all_ranks
 from pipework.saving.files import UnfitError
 from pipework.saving.optimizer import Restored, collect_state, options_of, refuse_foreign, refuse_unowned
@@ -79,33 +80,27 @@ def save_whole_optimizer(group: ProcessGroupView, model: nn.Module, optimizer: O
         return
     whole = names_by_group(group, model, optimizer)
     run_on_all_ranks(group, "collect the state of the optimizer", lambda: collect_state(optimizer))
-    parts = [path.with_name(f"{path.name}.{rank}.tmp") for rank in range(len(group.everyone) // group.replicas)]
 
-    def write() -> None:
-        if group.replica == 0:
-            state = optimizer.state_dict()
-            names = _by_index(state, _own_names(model, optimizer))
-            refuse_unowned(state, names)
-            torch.save({names[index]: each for index, each in state["state"].items()}, parts[group.rank])
+    def write(part: Path) -> None:
+        state = optimizer.state_dict()
+        names = _by_index(state, _own_names(model, optimizer))
+        refuse_unowned(state, names)
+        torch.save({names[index]: each for index, each in state["state"].items()}, part)
 
-    def join() -> None:
-        if group.rank:
-            return
+    def join(parts: list[Path]) -> None:
         found: dict[str, Any] = {}
         for part in parts:  # tensors stay in their files until they are written
             found.update(torch.load(part, map_location="cpu", mmap=True, weights_only=True))
-        numbers = {name: number for number, name in enumerate(itertools.chain(*whole))}
-        groups = [
-            {**options_of(each), "params": [numbers[name] for name in names]}
-            for each, names in zip(optimizer.param_groups, whole, strict=True)
-        ]
-        state = {number: found[name] for name, number in numbers.items() if name in found}
-        torch.save({"state": state, "param_groups": groups}, path)
-        for part in parts:
-            part.unlink()
+        torch.save(_numbered(found, [options_of(each) for each in optimizer.param_groups], whole), path)
 
-    run_on_all_ranks(group, "write the state of its optimizer", write)
-    run_on_all_ranks(group, "join the states of the optimizers", join)
+    write_in_parts(group, "the state of its optimizer", path, write, join)
+
+
+def _numbered(state: dict[str, Any], options: list[dict[str, Any]], names: Names) -> dict[str, Any]:
+    """A state dict of PyTorch's for parameters with these names, from the state by name and the options by group."""
+    numbers = {name: number for number, name in enumerate(itertools.chain(*names))}
+    groups = [{**each, "params": [numbers[name] for name in own]} for each, own in zip(options, names, strict=True)]
+    return {"state": {numbers[name]: state[name] for name in numbers if name in state}, "param_groups": groups}
 
 
 def load_whole_optimizer(group: ProcessGroupView, model: nn.Module, optimizer: Optimizer, path: Path) -> None:
@@ -118,27 +113,18 @@ def load_whole_optimizer(group: ProcessGroupView, model: nn.Module, optimizer: O
 
     def load() -> None:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        sizes, here = [len(each["params"]) for each in saved["param_groups"]], [len(names) for names in whole]
-        if sizes != here:
+        sizes, expected = [len(each["params"]) for each in saved["param_groups"]], [len(names) for names in whole]
+        if sizes != expected:
             raise UnfitError(
                 f"{path} is of an optimizer whose groups have {sizes} parameters, and those of the one here have "
-                f"{here}: train the same parameters in the same groups. Nothing was changed"
+                f"{expected}: train the same parameters in the same groups. Nothing was changed"
             )
-        found = {
-            name: saved["state"][index] for index, name in _by_index(saved, whole).items() if index in saved["state"]
-        }
         own = _own_names(model, optimizer)
-        numbers = itertools.count()
-        groups = [
-            {**each, "params": [next(numbers) for _ in names]}
-            for each, names in zip(saved["param_groups"], own, strict=True)
-        ]
-        state = {
-            number: copy.deepcopy(found[name])  # in memory: the file may be removed
-            for number, name in enumerate(itertools.chain(*own))
-            if name in found
-        }
-        Restored(optimizer, {"state": state, "param_groups": groups}).apply()
+        here = {*itertools.chain(*own)}
+        named = {name: saved["state"].get(index) for index, name in _by_index(saved, whole).items() if name in here}
+        # Copied into memory: the file may be removed.
+        found = {name: copy.deepcopy(each) for name, each in named.items() if each is not None}
+        Restored(optimizer, _numbered(found, saved["param_groups"], own)).apply()
 
     run_on_all_ranks(group, "load the state of its optimizer", load)
 

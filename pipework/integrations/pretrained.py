@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
 
     import pipework
-    from pipework.backend import ProcessGroupView
     from pipework.integrations.sketch import Sketch
     from pipework.pipe import Pipe
 
@@ -135,17 +134,37 @@ def save_pretrained(
         for name in names:
             writers.setdefault(name, rank)
     own = {name: tensor for name, tensor in offered.own.items() if writers[name] == group.rank}
-    ready = run_on_all_ranks(
-        group, "name its tensors", lambda: _shards(sketch.as_saved(own), max_shard_size), share=lambda each: len(each)
-    )
-    first, count = sum(ready.shared[: group.rank]), sum(ready.shared)
+    ready = run_on_all_ranks(group, "name tensors", lambda: _shards(sketch.as_saved(own), max_shard_size), share=len)
+    first, count = sum(ready.shared[: group.rank]) + 1, sum(ready.shared)
+
+    def write() -> dict[str, tuple[str, int]]:
+        table = {}
+        for number, shard in enumerate(ready.own, first):
+            file = _ONE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            write_tensors(place / file, shard)
+            table.update({name: (file, tensor.nbytes) for name, tensor in shard.items()})
+        return table
+
     run_on_all_ranks(group, "clear the folder", lambda: _clear(place) if group.rank == 0 else None)
-    written = run_on_all_ranks(
-        group, "write its tensors", lambda: _write(place, ready.own, first, count), share=lambda table: table
-    )
-    run_on_all_ranks(
-        group, "write the configuration", lambda: _complete(group, place, core, written.shared, is_sharded=count > 1)
-    )
+    # By the name of a tensor: its file, and its bytes.
+    written = run_on_all_ranks(group, "write its tensors", write, share=lambda table: table).shared
+    table = {name: each for part in written for name, each in part.items()}
+
+    def complete() -> None:
+        if group.rank != 0:
+            return
+        model = sketch.model
+        model.config.dtype = str(next(core.parameters()).dtype).removeprefix("torch.")
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(place)
+        if model.can_generate():
+            core.generation_config.save_pretrained(place)
+        if count > 1:
+            files = {name: table[name][0] for name in sorted(table)}
+            index = {"metadata": {"total_size": sum(size for _, size in table.values())}, "weight_map": files}
+            replace_file(place / _INDEX, json.dumps(index, indent=2).encode())
+
+    run_on_all_ranks(group, "write the configuration", complete)
 
 
 def _model_of(pipe: Pipe) -> tuple[nn.Module, PreTrainedModel]:
@@ -177,37 +196,31 @@ def _plain_names(pipe: Pipe) -> dict[str, str]:
 
 
 def _load(pipe: Pipe, folder: Path, adapters: list[AdapterFile]) -> LoadedTensors:
-    state = pipe.state_dict()
     there = [each for each in adapters if each.path.is_file()]
+    state = pipe.state_dict()
     found = {name: tensor for each in there for name, tensor in each.read(state).items()}
     read = [tensor for tensor in found.values() if tensor is not None]
     count, size = len(read), sum(tensor.nbytes for tensor in read)
     if not there or (folder / _ONE).is_file() or (folder / _INDEX).is_file():
-        below, more, bytes_more = _below_adapters(pipe, folder)
-        found, count, size = {**below, **found}, count + more, size + bytes_more
+        # The model's own tensors, which lie below the adapters.
+        sketch = _sketch_of(_model_of(pipe)[1])
+        names = {own: plain for own, plain in _plain_names(pipe).items() if plain in sketch.model.state_dict()}
+        wanted = {alias for plain in names.values() for alias in sketch.aliases.get(plain, [plain])}
+        below, more, bytes_more = sketch.filled(_files_in(folder), wanted)
+        if names and below.keys().isdisjoint(names.values()):
+            raise ValueError(
+                f"{folder} has none of the {len(names)} tensors of {type(sketch.model).__name__} in this process, such "
+                f"as {next(iter(names))}: give the folder of the same model"
+            )
+        found = {**{own: below.get(plain) for own, plain in names.items()}, **found}
+        count, size = count + more, size + bytes_more
     pipe.load_state_dict({name: tensor for name, tensor in found.items() if tensor is not None}, strict=False)
     missing = tuple(name for name, tensor in found.items() if tensor is None)
     if missing:
-        others = "" if len(missing) < 4 else f" and {len(missing) - 3} more"
-        logging.getLogger("pipework").warning(
-            "%s has no %s%s: they keep the values that they had", folder, ", ".join(missing[:3]), others
-        )
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        text = "%s has no %s: they keep the values that they had"
+        logging.getLogger("pipework").warning(text, folder, shown)
     return LoadedTensors(count, size, missing)
-
-
-def _below_adapters(pipe: Pipe, folder: Path) -> tuple[dict[str, Tensor | None], int, int]:
-    """The model's own tensors by name, None of those that the folder lacks; their number and bytes in the files."""
-    _, core = _model_of(pipe)
-    sketch = _sketch_of(core)
-    names = {own: plain for own, plain in _plain_names(pipe).items() if plain in sketch.model.state_dict()}
-    wanted = {alias for plain in names.values() for alias in sketch.aliases.get(plain, [plain])}
-    found, count, size = sketch.filled(_files_in(folder), wanted)
-    if names and found.keys().isdisjoint(names.values()):
-        raise ValueError(
-            f"{folder} has none of the {len(names)} tensors of {type(sketch.model).__name__} in this process, such as "
-            f"{next(iter(names))}: give the folder of the same model"
-        )
-    return {own: found.get(plain) for own, plain in names.items()}, count, size
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -231,45 +244,14 @@ def _own(pipe: Pipe, sketch: Sketch) -> dict[str, Tensor]:
 def _shards(state: Mapping[str, Tensor], largest: int) -> list[dict[str, Tensor]]:
     """Tensors in files that are not too large."""
     shards: list[dict[str, Tensor]] = []
-    size = 0
     for name, tensor in state.items():
-        size += tensor.nbytes
-        if not shards or size > largest:
+        if not shards or sum(each.nbytes for each in shards[-1].values()) + tensor.nbytes > largest:
             shards.append({})
-            size = tensor.nbytes
         shards[-1][name] = tensor
     return shards
 
 
 def _clear(place: Path) -> None:
+    """Removes a model's files before new ones are written, so that no folder has files of two models."""
     for old in (place / _ONE, place / _INDEX, *place.glob("model-*-of-*.safetensors")):
         old.unlink(missing_ok=True)
-
-
-def _write(place: Path, shards: list[dict[str, Tensor]], first: int, count: int) -> dict[str, list[int | str]]:
-    """Writes the files of this process; by tensor, its file and bytes."""
-    table: dict[str, list[int | str]] = {}
-    for number, shard in enumerate(shards, first + 1):
-        file = _ONE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        write_tensors(place / file, shard)
-        table.update({name: [file, tensor.nbytes] for name, tensor in shard.items()})
-    return table
-
-
-def _complete(
-    group: ProcessGroupView, place: Path, core: PreTrainedModel, written: list[Any], *, is_sharded: bool
-) -> None:
-    """Writes the configuration and the index, on rank 0."""
-    if group.rank != 0:
-        return
-    model = _sketch_of(core).model
-    model.config.dtype = str(next(core.parameters()).dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(place)
-    if model.can_generate():
-        core.generation_config.save_pretrained(place)
-    if is_sharded:
-        table = {name: each for part in written for name, each in part.items()}
-        total = sum(size for _, size in table.values())
-        index = {"metadata": {"total_size": total}, "weight_map": {name: table[name][0] for name in sorted(table)}}
-        replace_file(place / _INDEX, json.dumps(index, indent=2).encode())
