@@ -65,16 +65,16 @@ def _torch_facts() -> dict[str, str]:
     }
     if torch.accelerator.is_available():
         kind, count = torch.accelerator.current_accelerator().type, torch.accelerator.device_count()
-        module = getattr(torch, kind, None)
-        questions["accelerators"] = lambda: f"{count} x {kind}"
-        for index in range(count):
-            questions[f"{kind}:{index}"] = functools.partial(_device, module, index)
-        for name in ("cuda", "hip", "xpu"):
-            questions[f"{name} runtime"] = functools.partial(getattr, torch.version, name, None)
-        questions["driver"] = lambda: Path("/proc/driver/nvidia/version").read_text("utf-8").partition("\n")[0]
-        questions["cudnn"] = lambda: torch.backends.cudnn.version()
-        questions["nccl version"] = lambda: ".".join(map(str, module.nccl.version()))  # type: ignore[union-attr]
-        questions["float32 products"] = torch.get_float32_matmul_precision
+        module: Any = getattr(torch, kind, None)
+        questions |= {
+            "accelerators": lambda: f"{count} x {kind}",
+            **{f"{kind}:{index}": functools.partial(_device, module, index) for index in range(count)},
+            **{f"{name} runtime": functools.partial(getattr, torch.version, name) for name in ("cuda", "hip", "xpu")},
+            "driver": lambda: Path("/proc/driver/nvidia/version").read_text("utf-8").partition("\n")[0],
+            "cudnn": lambda: torch.backends.cudnn.version(),
+            "nccl version": lambda: ".".join(map(str, module.nccl.version())),
+            "float32 products": torch.get_float32_matmul_precision,
+        }
     answers = {name: _asked(question) for name, question in questions.items()}
     return {name: answer for name, answer in answers.items() if answer}
 

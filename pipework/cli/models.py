@@ -16,19 +16,17 @@ if TYPE_CHECKING:
     from pipework.cli.arguments import Commands
 
 _ENDINGS = (".json", ".csv", ".svg")
+_EXAMPLE = "python -m pipework plan profile.json --workers 8 --memory 24GiB --batch 64 -o plan.json -o plan.svg"
 
 
 def add_to(commands: Commands) -> None:
     """Add the commands to a parser."""
     text = "choose cut, micro-batches, schedule, recomputation and order of devices for a profile of a model"
-    more = (
-        "The profile is measured with pipework.planning.profile(model, sample).save(FILE). Example: python -m pipework "
-        "plan profile.json --workers 8 --memory 24GiB --batch 64 -o plan.json -o plan.svg"
-    )
+    more = "pipework.planning.profile(model, sample).save(FILE) measures a profile. Example: " + _EXAMPLE
     parser = add_command(commands, "plan", plan, text, more)
     parser.add_argument("profile", type=Path, metavar="FILE", help="the profile")
     add_options(parser, "--workers", help="so many devices of the profile's only kind")
-    several: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    options: dict[str, tuple[Callable[[str], Any], str, str]] = {
         "--devices": (parts, "A,B,...", "one for each worker instead: devices of the profile, or kinds of device"),
         "--memory": (memory, "SIZE", "the most that a device may hold, such as 24GiB; NAME=SIZE,NAME=SIZE for "
                      "different ones; workers on one device share it evenly"),
@@ -36,15 +34,15 @@ def add_to(commands: Commands) -> None:
         "--chunks": (counts, "N,N,...", "numbers of micro-batches to try"),
         "--schedules": (parts, "A,B,...", "choose among these schedules only"),
         "--iterations": (int, "N", "try so many candidates, not some seconds of them: always the same plan"),
+        "--optimizer": (float, "N", "numbers that the optimizer keeps for each parameter (default 2, as Adam)"),
+        "--seconds": (float, "S", "time to search (default 30)"),
     }  # fmt: skip
-    for name, (read, metavar, about) in several.items():
+    for name, (read, metavar, about) in options.items():
         parser.add_argument(name, type=read, metavar=metavar, help=about)
-    about = "numbers that the optimizer keeps for each parameter (default 2, as Adam)"
-    parser.add_argument("--optimizer", type=float, default=2.0, metavar="N", help=about)
-    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time to search (default 30)")
     about = f"write the plan ({', '.join(_ENDINGS)}); may be given several times"
-    parser.add_argument("-o", "--output", type=Path, action="append", default=[], metavar="FILE", help=about)
+    parser.add_argument("-o", "--output", type=Path, action="append", metavar="FILE", help=about)
     parser.add_argument("--quiet", action="store_true", help="print the plan only")
+    parser.set_defaults(optimizer=2.0, seconds=30.0, output=[])
 
     text = "write the model of a checkpoint, saved by any number of stages, as one safetensors file"
     more = "Example: python -m pipework convert checkpoints/step-00000012 model.safetensors"
@@ -66,12 +64,10 @@ def counts(text: str) -> list[int]:
 
 def memory(text: str) -> str | dict[str, str]:
     """A size, or a size for each name, for argparse."""
-    if "=" not in text:
-        return text
     pairs = [each.partition("=") for each in parts(text)]
-    if whole := [name for name, equals, _ in pairs if not equals]:
-        raise argparse.ArgumentTypeError(f"{whole[0]!r} has no name: wanted NAME=SIZE,NAME=SIZE, or one SIZE for all")
-    return {name.strip(): size.strip() for name, _, size in pairs}
+    if "=" in text and not all(equals for _, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r}: wanted NAME=SIZE,NAME=SIZE, or one SIZE for all")
+    return {name.strip(): size.strip() for name, _, size in pairs} if "=" in text else text
 
 
 def plan(arguments: argparse.Namespace) -> Report:
@@ -89,16 +85,12 @@ def plan(arguments: argparse.Namespace) -> Report:
     if (named is None) == (arguments.workers is None) or (named is None and len(profile.kinds) > 1):
         kinds = ", ".join(map(repr, profile.kinds))
         raise ValueError(f"give --workers if the profile has one kind of device, or else --devices; it has {kinds}")
+    names = ("batch", "chunks", "optimizer", "schedules", "seconds", "iterations")
     found = plan_profile(
         profile,
         [*profile.kinds] * int(arguments.workers) if named is None else named,
         arguments.memory,
-        batch=arguments.batch,
-        chunks=arguments.chunks,
-        optimizer=arguments.optimizer,
-        schedules=arguments.schedules,
-        seconds=arguments.seconds,
-        iterations=arguments.iterations,
+        **{name: getattr(arguments, name) for name in names},
         progress=(lambda line: None) if arguments.quiet else (lambda line: print(line, file=sys.stderr, flush=True)),
     )
     for path in arguments.output:

@@ -111,15 +111,9 @@ def compare(arguments: argparse.Namespace) -> Report:
     Raises:
         ValueError: an argument is out of range.
     """
-    found = pipework.schedule.compare(
-        workers=arguments.workers,
-        chunks=arguments.chunks,
-        costs=arguments.costs,
-        memory_limit=arguments.memory,
-        stages_per_worker=arguments.stages_per_worker,
-        channel=arguments.channel,
-    )
-    return Report([str(found)])
+    names = ("workers", "chunks", "costs", "stages_per_worker", "channel")
+    options = {name: getattr(arguments, name) for name in names}
+    return Report([str(pipework.schedule.compare(**options, memory_limit=arguments.memory))])
 
 
 def check(arguments: argparse.Namespace) -> Report:
@@ -140,10 +134,7 @@ def check(arguments: argparse.Namespace) -> Report:
     peak = memory_text(max(result.peak_memory), "")
     lines = [f"{arguments.file}: can be executed ({schedule.title})"]
     if not found.ascending:
-        lines.append(
-            "  but gradients are not formed in the order of micro-batches, so that their sum is not bitwise equal to "
-            "that of a plain loop; a Pipe refuses it"
-        )
+        lines.append("  but a Pipe refuses it: gradients are not formed in the order of micro-batches, as in a loop")
     lines.append(f"  bubble {result.bubble:.1%}, makespan {time_text(result.makespan, '')}, peak memory {peak}")
     if arguments.costs == Costs():
         lines.append("  for the default costs; give those of your model with --costs")

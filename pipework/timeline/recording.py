@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from pipework.schedule import Action, Costs, Interval, Schedule, Simulation, Timeline, simulate, svg
 from pipework.schedule.edges import product
@@ -54,7 +55,7 @@ class Recording:
         return f"Recording({len(self._steps)} steps)"
 
     def begin(self, step: int, schedule: Schedule | None = None, *, loss_outside: bool | None = None) -> None:
-        """Begin a step.
+        """Begins a step.
 
         Args:
             step: its number, from 0.
@@ -64,8 +65,7 @@ class Recording:
         Raises:
             ValueError: the number is negative or was recorded before, or no schedule is known.
         """
-        checked_step(step)
-        if step in self._steps:
+        if checked_step(step) in self._steps:
             raise ValueError(f"step {step} has been recorded already: give each step its own number")
         self.schedule = schedule if schedule is not None else self.schedule
         self.loss_outside = loss_outside if loss_outside is not None else self.loss_outside
@@ -85,14 +85,11 @@ class Recording:
         """
         if step not in self._steps:
             self.begin(step)
-        record = self._steps[step]
-        workers = record.schedule.workers
-        for interval in intervals:
-            if not 0 <= interval.worker < workers:
-                raise ValueError(
-                    f"worker is {interval.worker}, but the schedule of step {step} has the workers 0 to {workers - 1}"
-                )
-            record.intervals.append(interval._replace(step=step))
+        record, added = self._steps[step], [interval._replace(step=step) for interval in intervals]
+        last = record.schedule.workers - 1
+        if unknown := {interval.worker for interval in added} - {*range(last + 1)}:
+            raise ValueError(f"worker is {min(unknown)}, but the schedule of step {step} has the workers 0 to {last}")
+        record.intervals.extend(added)
 
     @property
     def workers(self) -> int:
@@ -200,14 +197,9 @@ class Recording:
         measured = self.timeline()
         if all(interval.action.kind == "F" for interval in measured.intervals):
             return [measured]  # Evaluation has no backwards, so the schedule predicts nothing.
-        predicted = replace(
-            self.predicted().timeline,
-            title=f"predicted: {record.schedule.title}",
-            # The prediction uses measured costs, so it has their units.
-            unit=measured.unit,
-            memory_unit=measured.memory_unit,
-        )
-        return [predicted, measured]
+        # The prediction uses measured costs, so it has their units.
+        units: dict[str, Any] = {"unit": measured.unit, "memory_unit": measured.memory_unit}
+        return [replace(self.predicted().timeline, title=f"predicted: {record.schedule.title}", **units), measured]
 
     def _all(self) -> Timeline:
         intervals = [interval for record in self._steps.values() for interval in record.intervals]
@@ -217,9 +209,7 @@ class Recording:
     def _find(self, step: int) -> tuple[int, _Step]:
         if not self._steps:
             raise ValueError("nothing was recorded: run a training step inside `with pipe.record() as timeline:`")
-        number = step
-        if step < 0 and -step <= len(self._steps):
-            number = self.steps[step]
+        number = self.steps[step] if -len(self._steps) <= step < 0 else step
         if number not in self._steps:
             raise ValueError(f"step {step} was not recorded: choose one of {self.steps}, or -1 for the last")
         return number, self._steps[number]

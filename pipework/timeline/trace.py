@@ -79,16 +79,9 @@ def _slices(rows: Sequence[Track], scale: float) -> Iterator[Event]:
         for interval in row.intervals:
             kind, stage, micro_batch, peer = interval.action
             about = {"stage": stage, "micro-batch": micro_batch, "peer": peer}
-            yield _event(
-                "X",
-                str(interval.action),
-                row.worker,
-                row.number,
-                cat=_KINDS[kind],
-                ts=interval.start * scale,
-                dur=(interval.end - interval.start) * scale,
-                args={name: value for name, value in about.items() if value != NONE} | {"step": interval.step},
-            )
+            times = {"ts": interval.start * scale, "dur": (interval.end - interval.start) * scale}
+            known = {name: value for name, value in about.items() if value != NONE} | {"step": interval.step}
+            yield _event("X", str(interval.action), row.worker, row.number, cat=_KINDS[kind], **times, args=known)
 
 
 def _flows(timeline: Timeline, rows: Sequence[Track], scale: float) -> Iterator[Event]:
@@ -134,20 +127,14 @@ def tracks(timeline: Timeline) -> list[Track]:
         >>> [track.name for track in tracks(Timeline((), workers=1, communication=tuple(sends)))]
         ['compute', 'send', 'send 2']
     """
-    channels: list[dict[str, list[Interval]]] = [
-        {name: [] for name in CHANNELS.values()} for _ in range(timeline.workers)
-    ]
-    for interval in timeline.communication:
-        channels[interval.worker][CHANNELS[interval.action.kind]].append(interval)
     found: list[Track] = []
     for worker, row in enumerate(timeline.by_worker):
-        found.append(Track(worker, 0, "compute", row))
-        named = (
-            (name if count == 1 else f"{name} {count}", lane)
-            for name, intervals in channels[worker].items()
-            for count, lane in enumerate(_lanes(intervals), 1)
-        )
-        found.extend(Track(worker, number, name, tuple(lane)) for number, (name, lane) in enumerate(named, 1))
+        named: list[tuple[str, Sequence[Interval]]] = [("compute", row)]
+        own = [each for each in timeline.communication if each.worker == worker]
+        for name in dict.fromkeys(CHANNELS.values()):
+            lanes = _lanes(each for each in own if CHANNELS[each.action.kind] == name)
+            named += [(name if count == 1 else f"{name} {count}", lane) for count, lane in enumerate(lanes, 1)]
+        found += [Track(worker, number, name, tuple(lane)) for number, (name, lane) in enumerate(named)]
     return found
 
 
@@ -177,16 +164,6 @@ class Stop(NamedTuple):
     time: float
 
 
-class _Edge(NamedTuple):
-    """A value (direction "F") or gradient ("B") that goes from one stage (`source`) to another."""
-
-    step: int
-    direction: str
-    source: int
-    target: int
-    micro_batch: int
-
-
 _Place = tuple[Interval, int]  # an interval, and the number of its track
 
 
@@ -203,30 +180,24 @@ def flows(timeline: Timeline, tracks: Sequence[Track]) -> Iterator[tuple[str, li
         >>> next(flows(line, tracks(line)))
         ('value', [Stop(worker=0, track=0, time=0.5), Stop(worker=1, track=0, time=1.5)])
     """
+    # By step, direction ("F" for values, "B" for gradients), stages and micro-batch.
     made: dict[tuple[int, str, int, int], _Place] = {}
-    for interval in timeline.intervals:
-        kind, stage, micro_batch, _ = interval.action
-        if kind in ("F", "B", "I"):
-            made[interval.step, "F" if kind == "F" else "B", stage, micro_batch] = interval, 0
-    sent: dict[_Edge, _Place] = {}
-    received: dict[_Edge, _Place] = {}
+    channels: dict[str, dict[tuple[int, str, int, int, int], _Place]] = {"SEND": {}, "RECV": {}}
     for track in tracks:
         for interval in track.intervals:
             kind, stage, micro_batch, peer = interval.action
-            if kind in ("SEND_F", "SEND_B"):
-                sent[_Edge(interval.step, kind[-1], stage, peer, micro_batch)] = interval, track.number
-            elif kind in ("RECV_F", "RECV_B"):
-                received[_Edge(interval.step, kind[-1], peer, stage, micro_batch)] = interval, track.number
-    near = (
-        _Edge(step, direction, stage, stage + (1 if direction == "F" else -1), micro_batch)
-        for step, direction, stage, micro_batch in made
-    )
-    for edge in dict.fromkeys(chain(near, sent, received)):
+            way, _, direction = kind.partition("_")
+            if kind in ("F", "B", "I"):
+                made[interval.step, "F" if kind == "F" else "B", stage, micro_batch] = interval, track.number
+            elif way in channels:
+                ends = (stage, peer) if way == "SEND" else (peer, stage)
+                channels[way][(interval.step, direction, *ends, micro_batch)] = interval, track.number
+    near = ((step, way, stage, stage + (1 if way == "F" else -1), number) for step, way, stage, number in made)
+    for edge in dict.fromkeys(chain(near, *channels.values())):
         step, direction, source, target, micro_batch = edge
         places = (
             made.get((step, direction, source, micro_batch)),
-            sent.get(edge),
-            received.get(edge),
+            *(channel.get(edge) for channel in channels.values()),
             made.get((step, direction, target, micro_batch)),
         )
         known = [place for place in places if place is not None]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -109,19 +110,25 @@ def local_region(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int
     return tuple(offsets), tuple(sizes)
 
 
+_PLACEMENTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"Replicate": (), "Shard": ("dim",), "Partial": ("reduce_op",)}
+)
+"""The placements that another process can make again: their classes, and the arguments of these."""
+
+
 @dataclass(frozen=True, slots=True)
 class DTensorPlacement:
     """What a receiver needs, beside the local part, to make the DTensor again on its own ranks of a mesh.
 
     Attributes:
         dimensions: of the mesh, by name.
-        places: the placement in each: ``("replicate",)``, ``("shard", dimension)`` or ``("partial", operator)``.
+        places: the placement in each: ``("Replicate",)``, ``("Shard", dimension)`` or ``("Partial", operator)``.
         shape: of the whole tensor.
         strides: of the whole tensor.
     """
 
     dimensions: tuple[str, ...]
-    places: tuple[tuple[str] | tuple[str, int] | tuple[str, str], ...]
+    places: tuple[tuple[str | int, ...], ...]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -132,13 +139,15 @@ class DTensorPlacement:
         Raises:
             TypeError: its mesh has no names, or it has a placement of another kind.
         """
-        names = tensor.device_mesh.mesh_dim_names
-        if names is None:
+        names, kinds = tensor.device_mesh.mesh_dim_names, [type(each).__name__ for each in tensor.placements]
+        if names is None or not {*kinds} <= _PLACEMENTS.keys():
             raise TypeError(
-                "a DTensor over a DeviceMesh without names cannot be sent to another process: take a slice of the "
-                "pipe's mesh, such as mesh['tp']"
+                f"a DTensor that is placed as {tensor.placements} over the mesh dimensions {names} cannot be sent to "
+                "another process: take a slice of the pipe's mesh, such as mesh['tp'], and placements of the kinds "
+                f"{', '.join(_PLACEMENTS)}, or keep the layers that exchange it in one partition"
             )
-        places = tuple(map(_place, tensor.placements))
+        pairs = zip(kinds, tensor.placements, strict=True)
+        places = tuple((kind, *(getattr(each, name) for name in _PLACEMENTS[kind])) for kind, each in pairs)
         return cls(tuple(names), places, tuple(tensor.shape), tuple(tensor.stride()))
 
     def whole(self, part: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -151,7 +160,7 @@ class DTensorPlacement:
         Raises:
             TypeError: the mesh does not have the dimensions.
         """
-        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+        from torch.distributed import tensor
 
         if mesh is None or not {*self.dimensions} <= {*(mesh.mesh_dim_names or ())}:
             raise TypeError(
@@ -159,21 +168,7 @@ class DTensorPlacement:
                 f"dimensions {mesh.mesh_dim_names if mesh is not None else ()}: give Pipe(mesh=) the whole DeviceMesh "
                 "of which the layers have slices"
             )
-        kinds: dict[str, Any] = {"replicate": Replicate, "shard": Shard, "partial": Partial}
+        kinds: dict[Any, Any] = {kind: getattr(tensor, kind) for kind in _PLACEMENTS}
         placements = [kinds[kind](*details) for kind, *details in self.places]
-        own = mesh[self.dimensions]
-        shape = torch.Size(self.shape)
-        return DTensor.from_local(part, own, placements, run_check=False, shape=shape, stride=self.strides)
-
-
-def _place(placement: Any) -> tuple[str] | tuple[str, int] | tuple[str, str]:
-    if placement.is_replicate():
-        return ("replicate",)
-    if placement.is_shard():
-        return "shard", placement.dim
-    if placement.is_partial():
-        return "partial", placement.reduce_op
-    raise TypeError(
-        f"a DTensor that is placed as {placement} cannot be sent to another process: redistribute it to Shard, "
-        "Replicate or Partial, or keep the layers that exchange it in one partition"
-    )
+        shape, own = torch.Size(self.shape), mesh[self.dimensions]
+        return tensor.DTensor.from_local(part, own, placements, run_check=False, shape=shape, stride=self.strides)

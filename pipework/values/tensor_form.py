@@ -63,7 +63,13 @@ class TensorForm:
         if is_dtensor(tensor):
             local = cls.of(local_part(tensor))
             return replace(local, requires_grad=tensor.requires_grad, placed=DTensorPlacement.of(tensor))
-        _refuse_own_class(tensor)
+        # Only numbers are sent. A Parameter is sent as the tensor that it is after `detach()`.
+        if type(tensor) is not torch.Tensor and type(tensor.detach()) is not torch.Tensor:
+            raise TypeError(
+                f"a tensor of the class {type(tensor).__module__}.{type(tensor).__qualname__} cannot be sent to "
+                "another process, where it would arrive as a plain tensor: return tensor.as_subclass(torch.Tensor) if "
+                "only the numbers are needed, or keep the layers that exchange it in one partition"
+            )
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"a tensor with the layout {tensor.layout} cannot be sent to another process: make it dense, "
@@ -220,16 +226,6 @@ def _sent(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...]
     if whole == math.prod(sizes):
         return (whole,), (1,)
     return tuple(sizes), tuple(strides)
-
-
-def _refuse_own_class(tensor: Tensor) -> None:
-    """Refuses subclasses: only numbers are sent. A Parameter is sent as the tensor that it is after `detach()`."""
-    if type(tensor) is not torch.Tensor and type(tensor.detach()) is not torch.Tensor:
-        raise TypeError(
-            f"a tensor of the class {type(tensor).__module__}.{type(tensor).__qualname__} cannot be sent to another "
-            "process, where it would arrive as a plain tensor: return tensor.as_subclass(torch.Tensor) if only the "
-            "numbers are needed, or keep the layers that exchange it in one partition"
-        )
 
 
 def _shift(tensor: Tensor) -> int:

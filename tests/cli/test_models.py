@@ -84,7 +84,7 @@ def test_several_kinds_of_device(tmp_path, capsys):
         (("--workers", "2", "--memory", "much"), "memory is 'much': wanted a number and a unit"),
         (
             ("--workers", "2", "--memory", "device=1GiB,2GiB"),
-            "'2GiB' has no name: wanted NAME=SIZE,NAME=SIZE, or one SIZE",
+            "'device=1GiB,2GiB': wanted NAME=SIZE,NAME=SIZE, or one SIZE",
         ),
         (("--workers", "2", "--memory", "device="), "memory of device is '': wanted a number and a unit"),
         (("--workers", "2", "--optimizer", "-1"), "optimizer is -1.0: wanted a number of at least 0"),
