@@ -136,8 +136,7 @@ class Adapter(nn.Module):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        executor = self._pipe._executor
-        executor.settings = replace(executor.settings, chunks=checked_chunks(chunks))
+        self._change(chunks=checked_chunks(chunks))
 
     @property
     def checkpoint(self) -> str:
@@ -146,8 +145,11 @@ class Adapter(nn.Module):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str) -> None:
+        self._change(checkpoint=checked_mode(checkpoint))
+
+    def _change(self, **changes: Any) -> None:
         executor = self._pipe._executor
-        executor.settings = replace(executor.settings, checkpoint=checked_mode(checkpoint))
+        executor.settings = replace(executor.settings, **changes)
 
     def __len__(self) -> int:
         """The number of layers."""

@@ -69,10 +69,8 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedD
     names = _same_names(given, wanted)
     if names is None:
         names = _same_order(given, wanted, type(to).__name__)
-    entries = (
-        (name, state_dict[names[name]] if name in names else _collected(name, names, state_dict)) for name in own
-    )
-    return OrderedDict(entries)
+    found = {name: state_dict[old] for name, old in names.items()}
+    return OrderedDict((name, found[name] if name in found else _collected(name, names, state_dict)) for name in own)
 
 
 def _without_collected(names: Iterable[str]) -> list[str]:
@@ -98,7 +96,7 @@ def _same_names(given: Collection[str], wanted: Collection[str]) -> dict[str, st
     """
     if _begins_anew(given) or _begins_anew(wanted):
         return None
-    old, new = ({_without_partition(name): name for name in names} for names in (given, wanted))
+    old, new = ({_PARTITION.sub("", name): name for name in names} for names in (given, wanted))
     if old.keys() != new.keys() or len(old) < len(given) or len(new) < len(wanted):
         return None
     return {new[name]: old[name] for name in new}
@@ -113,10 +111,6 @@ def _begins_anew(names: Iterable[str]) -> bool:
     return indices != sorted(set(indices))
 
 
-def _without_partition(name: str) -> str:
-    return _PARTITION.sub("", name)
-
-
 def _same_order(names: Iterable[str], wanted_names: Iterable[str], target: str) -> dict[str, str]:
     """For each wanted name the given one, by the order of the layers.
 
@@ -128,7 +122,7 @@ def _same_order(names: Iterable[str], wanted_names: Iterable[str], target: str) 
         old, new = given[-1], wanted[-1]
         if old.keys() == new.keys():
             pairs.append((given.pop(), wanted.pop()))
-        elif not _opened(given if _depth(old) > _depth(new) else wanted):
+        elif not _opened(given if "".join(old).count(".") > "".join(new).count(".") else wanted):  # the deeper one
             raise ValueError(
                 f"layer {len(pairs)} has the entries {_listed(old)} in the state dict, and {_listed(new)} in {target}"
             )
@@ -187,10 +181,6 @@ def _opened(stack: list[_Layer]) -> bool:
     whole = stack.pop()
     stack.extend({entry: whole[name] for entry, name in layer.items()} for layer in reversed(inner))
     return True
-
-
-def _depth(layer: _Layer) -> int:
-    return sum(entry.count(".") for entry in layer)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -13,24 +13,14 @@ from torch.distributed import rpc
 import pipework
 from pipework.assignment.devices import Machine, default_devices, usable_device
 from pipework.assignment.partition import choose_partitioning, is_placed, split_layers
-from pipework.compat.adapter import (
-    AdaptedPipe,
-    Adapter,
-    balancing,
-    checked_chunks,
-    checked_mode,
-    refuse_shared_parameters,
-    refuse_unfit,
-    verify_skippables,
-)
+from pipework.compat import adapter, common
+from pipework.compat.adapter import AdaptedPipe, Adapter
+from pipework.compat.common import *  # noqa: F403
 from pipework.compat.installing import add_submodules
 from pipework.model import marks, sequential
-from pipework.model.batchnorm import DeferredBatchNorm
-from pipework.model.checkpoint import is_checkpointing, is_recomputing
 from pipework.model.layers import doubts_about_hooks
 from pipework.model.sequential import PipeSequential
 from pipework.pipe_warning import warn_caller
-from pipework.skip import Namespace, Skippable, pop, skippable, stash
 from pipework.torch_private import has_hooks
 
 if TYPE_CHECKING:
@@ -40,25 +30,8 @@ if TYPE_CHECKING:
 
     from pipework.model.sequential import Device
 
-__all__ = [
-    "BalanceError",
-    "DeferredBatchNorm",
-    "Namespace",
-    "NoChunk",
-    "Pipe",
-    "PipeSequential",
-    "Skippable",
-    "WithDevice",
-    "balance_by_size",
-    "balance_by_time",
-    "is_checkpointing",
-    "is_recomputing",
-    "partition_model",
-    "pop",
-    "skippable",
-    "stash",
-    "verify_skippables",
-]
+__all__ = [*common.__all__, "BalanceError", "NoChunk", "Pipe", "PipeSequential", "WithDevice"]
+__all__ += ["balance_by_size", "balance_by_time", "partition_model"]
 
 
 class BalanceError(ValueError):
@@ -130,11 +103,11 @@ class Pipe(Adapter):
         except (AttributeError, RuntimeError):  # some builds of PyTorch have no RPC at all
             message = "Please initialize RPC framework for Pipe using torch.distributed.rpc.init_rpc"
             raise RuntimeError(message) from None
-        chunks, checkpoint = checked_chunks(chunks), checked_mode(checkpoint)
-        refuse_unfit(module)
-        verify_skippables(module)
+        chunks, checkpoint = adapter.checked_chunks(chunks), adapter.checked_mode(checkpoint)
+        adapter.refuse_unfit(module)
+        adapter.verify_skippables(module)
         groups = group(module)
-        refuse_shared_parameters((layer, each.device) for each in groups for layer in each.layers)
+        adapter.refuse_shared_parameters((layer, each.device) for each in groups for layer in each.layers)
         layers = [layer for each in groups for layer in each.layers]
         flat = PipeSequential(OrderedDict((str(number), layer) for number, layer in enumerate(layers)))
         flat.training = module.training
@@ -268,7 +241,7 @@ def partition_model(
     return nn.Sequential(*(nn.Sequential(*each) for each in partitions))
 
 
-balance_by_time = balancing(pipework.balance_by_time, PipeSequential)
-balance_by_size = balancing(pipework.balance_by_size, PipeSequential)
+balance_by_time = adapter.balancing(pipework.balance_by_time, PipeSequential)
+balance_by_size = adapter.balancing(pipework.balance_by_size, PipeSequential)
 
 add_submodules(__name__)

@@ -10,45 +10,19 @@ from torch import Tensor, nn
 
 import pipework
 from pipework.assignment.minimax import minimax_partition
-from pipework.compat.adapter import (
-    AdaptedPipe,
-    Adapter,
-    balancing,
-    checked_chunks,
-    checked_mode,
-    refuse_shared_parameters,
-    refuse_unfit,
-    sequence,
-    verify_skippables,
-)
+from pipework.compat import adapter, common
+from pipework.compat.adapter import AdaptedPipe, Adapter, refuse_unfit
+from pipework.compat.common import *  # noqa: F403
 from pipework.compat.installing import add_submodules
-from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
-from pipework.model.checkpoint import is_checkpointing, is_recomputing
+from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.sequential import TupleRule
-from pipework.skip import Namespace, Skippable, pop, skippable, stash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pipework.compat.adapter import Device
 
-
-__all__ = [
-    "DeferredBatchNorm",
-    "GPipe",
-    "Namespace",
-    "Skippable",
-    "balance_by_size",
-    "balance_by_time",
-    "is_checkpointing",
-    "is_recomputing",
-    "pop",
-    "skippable",
-    "solve",
-    "stash",
-    "verify_module",
-    "verify_skippables",
-]
+__all__ = [*common.__all__, "GPipe", "balance_by_size", "balance_by_time", "solve", "verify_module"]
 
 __version__ = "0.0.7"  # of the torchgpipe that it replaces
 
@@ -79,6 +53,7 @@ class BalancedPipe(Adapter):
         IndexError: fewer devices than partitions.
     """
 
+    _verify: ClassVar[Callable[[Any], None]] = staticmethod(refuse_unfit)  # refuses modules
     _import_line: ClassVar[str]  # for the message about a missing balance
     _balance_package: ClassVar[str]
 
@@ -94,9 +69,9 @@ class BalancedPipe(Adapter):
     ) -> None:
         if balance is None:
             raise self._unfit("balance is required")
-        chunks, checkpoint = checked_chunks(chunks), checked_mode(checkpoint)
-        self._verify(module)
-        verify_skippables(module)
+        chunks, checkpoint = adapter.checked_chunks(chunks), adapter.checked_mode(checkpoint)
+        type(self)._verify(module)
+        adapter.verify_skippables(module)
         counts = self._checked_balance(balance, len(module))
         places = [torch.device(each) for each in (range(torch.cuda.device_count()) if devices is None else devices)]
         if len(counts) > len(places):
@@ -105,10 +80,10 @@ class BalancedPipe(Adapter):
             )
         del places[len(counts) :]
         targets = [place for count, place in zip(counts, places, strict=True) for _ in range(count)]
-        refuse_shared_parameters(zip(module, targets, strict=True))
+        adapter.refuse_shared_parameters(zip(module, targets, strict=True))
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
-        pipe = AdaptedPipe(sequence(TupleKeeping, module), chunks, checkpoint, balance=counts, devices=places)
+        pipe = AdaptedPipe(adapter.sequence(TupleKeeping, module), chunks, checkpoint, balance=counts, devices=places)
         super().__init__(pipe, pipe.partitions, places)
         self.balance = counts
 
@@ -148,10 +123,6 @@ class BalancedPipe(Adapter):
             raise self._unfit(f"all balance numbers must be positive integer (balance: {counts})")
         return counts
 
-    def _verify(self, module: Any) -> None:
-        """Raises an error for modules that the library refuses."""
-        refuse_unfit(module)
-
 
 def _check(input: Any) -> None:
     for each in input if isinstance(input, tuple) else (input,):
@@ -159,16 +130,6 @@ def _check(input: Any) -> None:
             _check(each)
         elif not isinstance(each, Tensor):
             raise TypeError(f"expected Tensor, but got {type(each).__name__}")
-
-
-class GPipe(BalancedPipe):
-    """See `BalancedPipe`."""
-
-    _import_line: ClassVar[str] = "from torchgpipe import GPipe"
-    _balance_package: ClassVar[str] = "torchgpipe.balance"
-
-    def _verify(self, module: Any) -> None:
-        verify_module(module)
 
 
 def verify_module(module: nn.Sequential) -> None:
@@ -183,8 +144,16 @@ def verify_module(module: nn.Sequential) -> None:
         raise ValueError("module with duplicate parameters in distinct children is not supported")
 
 
-balance_by_time = balancing(pipework.balance_by_time, TupleKeeping)
-balance_by_size = balancing(pipework.balance_by_size, TupleKeeping)
+class GPipe(BalancedPipe):
+    """See `BalancedPipe`."""
+
+    _import_line: ClassVar[str] = "from torchgpipe import GPipe"
+    _balance_package: ClassVar[str] = "torchgpipe.balance"
+    _verify: ClassVar[Callable[[Any], None]] = staticmethod(verify_module)
+
+
+balance_by_time = adapter.balancing(pipework.balance_by_time, TupleKeeping)
+balance_by_size = adapter.balancing(pipework.balance_by_size, TupleKeeping)
 
 
 def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
