@@ -10,18 +10,30 @@ from pathlib import Path
 
 RESULTS = {
     "exact": "loss, gradients and logits are those of the model, bit for bit",
-    "last bits": "the same, but sums of some gradients round in another order",
-    "random": "the model draws random numbers itself, so that two runs of it differ; all cuts of it give the same",
-    "refused": "`attach` refuses it, with the sentence below",
-    "not built": "no small configuration was found with which the model itself trains",
+    "last bits": "the same, but some gradients are summed in another order",
+    "random": "the model draws random numbers itself; all cuts of it give the same",
+    "refused": "`attach` refuses it",
+    "not built": "the model itself does not train with a small configuration",
     "differs": "another result than the model's",
     "failed": "an error that is no refusal",
 }
-OTHER_LOSS = (
-    "Of these the loss of a mini-batch is not the mean of the losses of its micro-batches, since the model computes "
-    "with all rows together, such as in a batch norm; a pipe trains with the mean, as does the model itself if it gets "
-    "one micro-batch after the other:"
-)
+REASONS = {
+    r"^loss off by": "loss and gradients",
+    r"at once is": "the loss is of all rows together, such as in a batch norm",
+    r"^\d+ gradients": "some gradients",
+    r"which units it calls": "leaves out layers at random: set that probability to 0",
+    r"numpy\.random": "draws numbers from NumPy outside of its layers",
+    r"attention\\?_type from outside": "sets an attribute of a layer from outside of it",
+    r"puts a tensor into": "a layer hands a tensor on in an object",
+    r"in place, outside": "changes a weight in place outside of its layer",
+    r"without reading it from its module": "a layer makes a leaf that requires a gradient",
+    r"million parameters|no tiny configuration|no result within": "too large, or too slow",
+    r"^ImportError": "a library is missing",
+    r"shape|size|factors|divisible|dimension|to have \d+ channels": "sizes do not fit together",
+    r"": "the model raises another error",
+}
+"""The kinds of reasons, by a pattern for the sentence; the first that matches."""
+OF_MINI_BATCHES = "at once is"
 
 
 @dataclass(frozen=True)
@@ -58,8 +70,14 @@ def outcomes_in(files: list[Path]) -> list[Outcome]:
     return list({(each.task, each.model_type, each.model): each for each in read}.values())
 
 
+def table(outcomes: list[Outcome]) -> str:
+    """Comma-separated values: each model with its task and its result."""
+    rows = [f"{_name(each, outcomes)},{each.task.replace(',', '')},{each.result}" for each in outcomes]
+    return "\n".join(["architecture,task,result", *rows]) + "\n"
+
+
 def page(outcomes: list[Outcome], made: str, introduction: str) -> str:
-    """Markdown: counts by task, and each model.
+    """Markdown: counts by task, and each model that is not exact.
 
     Args:
         outcomes: of all models.
@@ -68,73 +86,38 @@ def page(outcomes: list[Outcome], made: str, introduction: str) -> str:
     """
     present = [result for result in RESULTS if any(each.result == result for each in outcomes)]
     lines = ["# Architectures of transformers", "", *introduction.splitlines(), "", made, ""]
-    lines += ["| | |", "|---|---|", *(f"| {result} | {RESULTS[result]} |" for result in present), ""]
+    lines += [*(f"- {result}: {RESULTS[result]}" for result in present), ""]
     lines += ["| task | " + " | ".join(present) + " |", "|---" * (len(present) + 1) + "|"]
     tasks = list(dict.fromkeys(each.task for each in outcomes))
     for task in (*tasks, "all"):
         counts = collections.Counter(each.result for each in outcomes if task in (each.task, "all"))
         lines.append(f"| {task} | " + " | ".join(str(counts[result]) for result in present) + " |")
-    for result in present:
-        lines += ["", f"## {result.capitalize()}"]
+    for result in present[1:]:
         these = [each for each in outcomes if each.result == result]
-        if result != "exact":
-            lines += ["", *_HEAD, *_rows(these, outcomes, lambda each: each.note)]
-            continue
-        lines += _by_task(these, outcomes)
-        noted = [each for each in these if each.note]
-        if noted:
-            lines += ["", OTHER_LOSS, "", *_HEAD, *_rows(noted, outcomes, lambda each: each.note)]
+        lines += ["", f"## {result.capitalize()}", "", *_rows(these, outcomes, "note")]
+    whole = [each for each in outcomes if each.result == "exact" and OF_MINI_BATCHES in each.note]
+    lines += ["", "## Other loss", "", OTHER_LOSS, "", *_rows(whole, outcomes, "note")]
     odd = [each for each in outcomes if each.dropout not in ("", "equal")]
-    if odd:
-        lines += [
-            "",
-            "## With dropout",
-            "",
-            "With the default probabilities of dropout two cuts give the same, too, but for:",
-            "",
-            *_HEAD,
-        ]
-        lines += _rows(odd, outcomes, lambda each: each.dropout)
-    return "\n".join(lines) + "\n"
+    lines += ["", "## With dropout", "", "Two cuts give the same with dropout, too, but for:", ""]
+    return "\n".join([*lines, *_rows(odd, outcomes, "dropout")]) + "\n"
 
 
-_HEAD = ["| | |", "|---|---|"]
+OTHER_LOSS = (
+    "These are exact, but the loss of a whole mini-batch is another number than the mean of the losses of its "
+    "micro-batches, with which a pipe trains:"
+)
 
 
-def _by_task(these: list[Outcome], outcomes: list[Outcome]) -> list[str]:
-    lines = []
-    for task in dict.fromkeys(each.task for each in these):
-        names = sorted(_name(each, outcomes) for each in these if each.task == task)
-        lines += ["", f"**{task}**: {', '.join(names)}."]
-    return lines
-
-
-def _rows(these: list[Outcome], outcomes: list[Outcome], note: collections.abc.Callable[[Outcome], str]) -> list[str]:
-    """Models with the same sentence share a row."""
-    rows: dict[str, list[Outcome]] = {}
+def _rows(these: list[Outcome], outcomes: list[Outcome], attribute: str) -> list[str]:
+    """Models with the same kind of reason share an item of the list."""
+    rows: dict[str, dict[str, None]] = {}
     for each in these:
-        rows.setdefault(_general(note(each), each.model), []).append(each)
-    return [f"| {', '.join(_names(sharing, outcomes))} | {_escaped(sentence)} |" for sentence, sharing in rows.items()]
-
-
-def _names(these: list[Outcome], outcomes: list[Outcome]) -> list[str]:
-    """Those of a row, with the task where one occurs twice."""
-    names = [_name(each, outcomes) for each in these]
-    tasks = [each.task.replace(",", "") for each in these]
-    return [f"{name} ({task})" if names.count(name) > 1 else name for name, task in zip(names, tasks, strict=True)]
-
-
-def _general(sentence: str, model: str) -> str:
-    """A sentence about a model, without its name and those of its base."""
-    return sentence.replace(model, "the model")
+        kind = next(kind for pattern, kind in REASONS.items() if re.search(pattern, getattr(each, attribute)))
+        rows.setdefault(kind, {})[_name(each, outcomes)] = None
+    return [f"- {kind}: {', '.join(names)}" for kind, names in rows.items()]
 
 
 def _name(outcome: Outcome, outcomes: list[Outcome]) -> str:
     """The class, and the model type where a class occurs under several."""
     same = {each.model_type for each in outcomes if (each.task, each.model) == (outcome.task, outcome.model)}
     return outcome.model + (f" ({outcome.model_type})" if len(same) > 1 else "")
-
-
-def _escaped(text: str) -> str:
-    """Text in a cell of a table."""
-    return re.sub(r"([|<*`\[\]_])", r"\\\1", text)

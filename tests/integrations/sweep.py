@@ -2,7 +2,7 @@
 
     python -m tests.integrations.sweep --lines outcomes.jsonl                 # all of them; about an hour
     python -m tests.integrations.sweep --lines outcomes.jsonl --again --tasks "causal LM" --only llama gpt2
-    python -m tests.integrations.sweep --lines outcomes.jsonl --tasks --table docs/architectures.md
+    python -m tests.integrations.sweep --lines outcomes.jsonl --tasks --table docs/architectures
 
 Each model has a process of its own with a time limit. A model with several thousand labels, or one that needs more than
 a configuration, is left out, and the table says why.
@@ -38,16 +38,15 @@ from tests.integrations.comparing import (
     without_cache,
     without_randomness,
 )
-from tests.integrations.outcomes import Outcome, outcomes_in, page
+from tests.integrations.outcomes import Outcome, outcomes_in, page, table
 
 INTRODUCTION = """\
-Each model that the auto classes of transformers name was made with a small configuration, given random values, and
-trained for one step: with a pipe of two stages and four micro-batches, and by itself, micro-batch by micro-batch and
-without dropout. Losses, all gradients, and the logits of an evaluation were compared bit for bit. A second step with
-dropout was made with two different cuts, and compared between them. The configurations follow from the defaults of
-their classes by rules for names (`tests/integrations/shrinking.py`), so some models are not reached by them.
+Each model of the auto classes of transformers was made with a small configuration
+(`tests/integrations/shrinking.py`) and random values, and trained for one step: with a pipe of two stages and four
+micro-batches, and by itself, micro-batch by micro-batch, without dropout. Losses, all gradients, and the logits of an
+evaluation were compared bit for bit. A second step with dropout compares two cuts.
 
-This page is written by `python -m tests.integrations.sweep`; see there."""
+{download}`architectures.csv` has the result of each model. `python -m tests.integrations.sweep` writes both."""
 CLOSE = 1e-4
 
 
@@ -219,7 +218,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=90, help="seconds for each model")
     parser.add_argument("--lines", type=Path, help="outcomes are added here; models that are in it are left out")
     parser.add_argument("--again", action="store_true", help="models that are in it are run again")
-    parser.add_argument("--table", type=Path, help="where to write the page, of all outcomes in --lines")
+    parser.add_argument("--table", type=Path, help="where to write the page (.md) and the table (.csv) of all outcomes")
     arguments = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
@@ -243,7 +242,9 @@ def main() -> None:
     if arguments.table:
         order = {(task, *each): number for task in TASKS for number, each in enumerate(classes(task))}
         last = {(each.task, each.model_type, each.model): each for each in outcomes}
-        arguments.table.write_text(page([last[key] for key in order if key in last], made(), INTRODUCTION))
+        found = [last[key] for key in order if key in last]
+        arguments.table.with_suffix(".md").write_text(page(found, made(), INTRODUCTION))
+        arguments.table.with_suffix(".csv").write_text(table(found))
 
 
 if __name__ == "__main__":
