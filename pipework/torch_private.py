@@ -121,24 +121,6 @@ unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.aten._unsafe_
 operations are allowed on it also if the tensor is a leaf."""
 
 
-@functools.cache
-def _saved_names(kind: Any) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name[1:].startswith("raw_saved_"))  # each operator has its own
-
-
-def saved_by(node: Any) -> list[Any]:
-    """What a node of a graph keeps for its backward: tensors, or what `saved_tensors_hooks` have made of them.
-
-    It calls no hook and makes no tensor.
-    """
-    found: list[Any] = []
-    for name in _saved_names(node.__class__):
-        with contextlib.suppress(AttributeError, RuntimeError):  # it has been freed already
-            saved = getattr(node, name)
-            found += [each.data for each in (saved if isinstance(saved, tuple | list) else (saved,))]
-    return found
-
-
 # Subclasses of tensors, and what operators ask about them
 
 

@@ -215,19 +215,6 @@ def test_without_it_the_feature_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         torch_private.before_clip_grad_norm(lambda parameters: None)
 
 
-def test_what_a_node_has_saved_is_found_without_calling_hooks() -> None:
-    x, unpacked = torch.ones(3, requires_grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (7, tensor), unpacked.append):
-        hooked = x.exp()
-    plain = x.exp()
-    (saved,) = torch_private.saved_by(plain.grad_fn)
-    assert saved.data_ptr() == plain.data_ptr()
-    ((number, packed),) = torch_private.saved_by(hooked.grad_fn)
-    assert (number, packed.data_ptr(), unpacked) == (7, hooked.data_ptr(), [])
-    plain.sum().backward()
-    assert torch_private.saved_by(plain.grad_fn) in ([], [None])
-
-
 def test_modes_of_two_threads_leave_no_trace() -> None:
     """PyTorch's own `with` notes in the process that a mode is entered; two threads can leave that note behind."""
     both_inside, first_left = threading.Barrier(2), threading.Event()

@@ -63,7 +63,7 @@ class WorkerDevice:
             self.stream.wait_stream(torch.accelerator.current_stream(self.device))
 
     def hand_over(self, tensors: Sequence[Tensor | None], *, locked: bool = True) -> None:
-        """Called by the thread that reads the worker's results: its stream may read them from now on.
+        """Called by the thread that reads the worker's results: the thread's stream may read them from now on.
 
         Args:
             tensors: the results.

@@ -1,24 +1,22 @@
-"""The note on an out-of-memory error: the device, the action, and what each stage holds at that moment."""
+"""The note on an out-of-memory error: its device and action, and for each stage its tensors and micro-batches."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
-from pipework import torch_private
 from pipework.runtime.device import is_accelerator, no_memory_to_receive
 from pipework.runtime.failure import add_note
 from pipework.schedule.draw.units import aligned, memory_text
-from pipework.torch_private import memory_key
 from pipework.values.tensor_form import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
 
     from pipework.runtime.stage.stage import Stage
     from pipework.runtime.stage.stage_run import StageRun
@@ -28,7 +26,7 @@ _HINT = (
     "  pipe.predict says before a step what each device will hold; it is less with more chunks, schedule='1f1b', "
     "checkpoint='always', or a balance that moves layers elsewhere"
 )
-_COLUMNS = ("stage", "device", "weights", "gradients", "buffers", "activations", "micro-batches")
+_COLUMNS = ("stage", "device", "weights", "gradients", "buffers", "micro-batches")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -62,16 +60,14 @@ def note_memory(
 
 
 def table(stages: Sequence[Stage], runs: Sequence[StageRun]) -> list[str]:
-    """A line for each stage, and one for each accelerator. Shared memory is counted for each stage that has it."""
+    """A line for each stage, and one for each accelerator. Weights of two stages are counted for both."""
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for stage, run in zip(stages, runs, strict=True):
         parameters = [parameter for module in stage.modules for parameter in module.parameters()]
         buffers = [buffer for module in stage.modules for buffer in module.buffers()]
         gradients = [tensor.grad for tensor in (*parameters, *run.aliases.leaves)]
-        held = _activations(run, stage.device.device, (*parameters, *buffers))
-        sizes = [_size(parameters), _size(gradients), _size(buffers), sum(held.values())]
-        texts = [memory_text(size, "bytes") for size in sizes]
-        rows.append((str(stage.index), str(stage.device.device), *texts, spans(held) or "-"))
+        texts = [memory_text(_size(tensors), "bytes") for tensors in (parameters, gradients, buffers)]
+        rows.append((str(stage.index), str(stage.device.device), *texts, spans(run.in_flight) or "-"))
     lines = aligned(rows)
     for device in dict.fromkeys(stage.device.device for stage in stages):
         if is_accelerator(device):
@@ -102,36 +98,6 @@ def _heading(error: BaseException, action: Action | None, stages: Sequence[Stage
         return "memory of the stages"
     which = f"action {action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"
     return f"out of memory on {(sent or [places[action.stage]])[0]} in {which}; memory of the stages then"
-
-
-def _activations(run: StageRun, device: torch.device, fixed: Iterable[Tensor]) -> dict[int, int]:
-    """By micro-batch in flight, the bytes of its input, of what its graph has saved, and of what waits for its W."""
-    persistent = {key for key in map(memory_key, fixed) if key is not None}
-    held = {}
-    for number, (inputs, roots, waiting) in run.held().items():
-        # The caller's micro-batches are slices of one storage; each holds its own rows.
-        sizes = {memory_key(tensor): bytes_of(tensor) for tensor in inputs}
-        for tensor in (*waiting, *_saved(roots)):
-            if tensor.device == device and (key := memory_key(tensor)) not in persistent and key not in sizes:
-                sizes[key] = tensor.untyped_storage().nbytes() if key is not None else 0
-        held[number] = sum(sizes.values())
-    return held
-
-
-def _saved(roots: Iterable[Any]) -> list[Tensor]:
-    """The tensors that a graph has saved; hooks may have packed them."""
-    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots if root is not None]
-    stack = [node for node in nodes if node is not None]
-    seen, found = set(stack), []
-    while stack:
-        node = stack.pop()
-        for value in torch_private.saved_by(node):
-            found += [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Tensor)]
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return found
 
 
 def _size(tensors: Iterable[Tensor | None]) -> int:

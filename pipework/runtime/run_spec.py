@@ -23,8 +23,8 @@ class RunSpec(NamedTuple):
         links: between the devices of this process's workers, see `LocalTransport`.
         skips: the skip connections between all layers.
         micro_batches: their number.
-        results_for_all: how many of the tensors that leave the last stage for each micro-batch every process gets;
-            None: all of them.
+        shared_results: of each micro-batch's results in the last stage, so many tensors are sent to every process: 0,
+            or 1 (the loss); None: all.
         input_gradients: whether every process gets the gradients of what stage 0 was given.
         differentiates: whether gradients are complete afterwards.
         scaler: looks for infinities in the gradients; None: there is no scaler.
@@ -36,7 +36,7 @@ class RunSpec(NamedTuple):
     links: Mapping[tuple[int, int], Link | None]
     skips: Sequence[Skip]
     micro_batches: int
-    results_for_all: int | None
+    shared_results: int | None
     input_gradients: bool
     differentiates: bool
     scaler: torch.amp.GradScaler | None

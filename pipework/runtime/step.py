@@ -182,7 +182,7 @@ class Step:
         shared = None if self._options.everywhere else 0
         stages = len(self._engine.placement)
         awaited = [("F", stages)] if self._options.everywhere or self._engine.has(stages) else []
-        received = self._run(self._program.forwards, [("F", 0, inputs)], awaited, begins=True, results_for_all=shared)
+        received = self._run(self._program.forwards, [("F", 0, inputs)], awaited, begins=True, shared_results=shared)
         return received[0] if received else []
 
     def backward(self, gradients: Sequence[tuple[Tensor | None, ...]], *, retain_graph: bool) -> list[Message]:
@@ -226,9 +226,9 @@ class Step:
         sent = [("F", 0, inputs), ("target", stages - 1, targets)]
         shared = None if self._options.everywhere else 1
         if not self._context.grad:
-            return self._run(self._program.forwards, sent, [("F", stages)], begins=True, results_for_all=shared)[0], []
+            return self._run(self._program.forwards, sent, [("F", stages)], begins=True, shared_results=shared)[0], []
         awaited = [("F", stages), *self._returned]
-        outputs, *returned = self._run(self._program.whole, sent, awaited, begins=True, results_for_all=shared)
+        outputs, *returned = self._run(self._program.whole, sent, awaited, begins=True, shared_results=shared)
         return outputs, returned[0] if returned else []
 
     def take_gradients(self, stage: int, *, keep: bool = False) -> list[Tensor | None]:
@@ -254,7 +254,7 @@ class Step:
         *,
         begins: bool,
         retain_graph: bool = False,
-        results_for_all: int | None = 0,
+        shared_results: int | None = 0,
     ) -> list[list[Message]]:
         """Runs the workers once.
 
@@ -264,7 +264,7 @@ class Step:
             awaited: what comes out, addressed as if to an action of that kind and stage.
             begins: this is the mini-batch's first run, in which layers go forward.
             retain_graph: whether the graphs are needed once more.
-            results_for_all: see `RunSpec`.
+            shared_results: see `RunSpec`.
 
         Returns:
             For each of `awaited`, the messages of all micro-batches.
@@ -284,7 +284,7 @@ class Step:
                 dict(engine.links),  # another thread's step may make one
                 engine.skips,
                 micro_batches,
-                results_for_all,
+                shared_results,
                 self._input_gradients and differentiates,
                 differentiates,
                 self._options.scaler if differentiates else None,

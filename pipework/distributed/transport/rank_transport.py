@@ -77,7 +77,7 @@ class RankEndpoint:
 
     def sender(self, kind: str, stage: int) -> Send:
         """See `Endpoint.sender`; a message to another rank waits for the SEND action."""
-        if stage == self._stages and self._spec.results_for_all != 0:
+        if stage == self._stages and self._spec.shared_results != 0:
             return _noting(self._results, self._own.sender(kind, stage))
         if stage == -1 and self._spec.input_gradients:
             return _noting(self._input_gradients, self._own.sender(kind, stage))
@@ -126,7 +126,7 @@ class RankEndpoint:
         with self._group.monitor.progress.waits():
             self._backend.complete(self._spec)
             last = self._spec.placement[-1]
-            if self._spec.results_for_all != 0:
+            if self._spec.shared_results != 0:
                 if last == self._worker:
                     self._send_results()
                 else:
@@ -197,14 +197,14 @@ class RankEndpoint:
         stops = self._group.asked_to_stop()
         losses: list[Tensor] = []
         needs_gradient = False
-        if self._spec.results_for_all is not None:
+        if self._spec.shared_results is not None:
             parts = [tensors[0] for _, tensors, _ in self._results]
             needs_gradient = any(part is not None and part.requires_grad for part in parts)
             losses = [torch.stack([part.detach() for part in parts if part is not None])]
         for worker in sorted({*self._spec.placement} - {self._worker}):
             channel = self._channels[worker]
             channel.send(("results", self._stages, 0), losses, needs_gradient + 2 * stops)
-            if self._spec.results_for_all is None:
+            if self._spec.shared_results is None:
                 for micro_batch, tensors, structure in self._results:
                     channel.send(("output", self._stages, micro_batch), tensors, structure)
         self._group.stopping |= stops
@@ -217,7 +217,7 @@ class RankEndpoint:
         hand_out = self._own.sender("F", self._stages)
         losses, flags = received(("results", self._stages, 0))
         self._group.stopping |= bool(flags & 2)
-        if self._spec.results_for_all is None:
+        if self._spec.shared_results is None:
             for micro_batch in range(self._spec.micro_batches):
                 hand_out(micro_batch, received(("output", self._stages, micro_batch)))
             return
@@ -254,7 +254,7 @@ def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]
     """The messages from one stage straight to another, in the order in which they are sent.
 
     Values and gradients of a skip connection may go different ways. A gradient goes one of two ways if its source may
-    have returned the tensor, too, see `Skip.behind`; the names are those of both.
+    have returned the tensor, too, see `Skip.stage_after_source`; the names are those of both.
 
     Args:
         kind: "F" values, "B" gradients.
@@ -274,7 +274,7 @@ def names_of_messages(kind: str, source: int, target: int, skips: Sequence[Skip]
         if kind == "F" and target in skip.later and skip.value_from(target) == source:
             names.append(f"F skip {number}")
         if kind == "B" and source in skip.later:
-            behind = skip.behind if source == skip.later[0] else None
-            if target in (skip.gradient_to(source), behind):
+            other = skip.stage_after_source if source == skip.later[0] else None
+            if target in (skip.gradient_to(source), other):
                 names.append(f"B skip {number}")
     return names

@@ -117,7 +117,7 @@ class DeviceGenerator:
             return self.get(), self.draws_by_others
 
     def put_back(self, before: tuple[State, int]) -> bool:
-        """Puts it back if it has moved since an earlier `state_and_draws`, and nobody is counted who may have done so.
+        """Restores the state of an earlier `state_and_draws` if it has moved since then without a counted draw.
 
         Returns:
             Whether it has moved.
@@ -130,14 +130,15 @@ class DeviceGenerator:
             return True
 
     def drawn(self, stream: RandomStream | None, draw: Callable[[], Any]) -> Any:
-        """Runs what draws from the generator, or asks for its state.
+        """Runs a function that draws from the generator or asks for its state.
 
         Args:
             stream: of this thread; None: it has none.
-            draw: what is run.
+            draw: the function.
         """
         others = () if stream is None or self in stream.holds else list(stream.holds.values())
-        for hold in others:  # while this thread waits for this one, another thread may wait for those that it holds
+        # While this thread waits for this generator, another thread may wait for one that this thread holds.
+        for hold in others:
             with hold.given_up():
                 return self.drawn(stream, draw)
         with self.lock:

@@ -1,16 +1,16 @@
-"""Kernels that draw from an accelerator's generator, and that no wrapper sees.
+"""Draws from an accelerator's generator by kernels that have no wrapper.
 
 PyTorch's dispatcher does not know what an extension launches. A wrapper of fused attention would take longer to call
 than its kernel to launch, and few models have dropout there. The dropout of a recurrent layer has a state of its own,
-which begins anew when the generator is seeded. All of these move or read the generator as they find it. So a worker
-holds it for as long as one of its actions takes, seeded for each layer:
+which begins anew when the generator is seeded. Such kernels read and move the generator in the state that it has. So a
+worker holds the generator during each of its actions, and seeds it for each layer:
 
-* in its first runs, because nobody knows yet what its layers do;
-* in all later runs, if the generator has moved there without a wrapper, or if a layer is recurrent and has dropout;
-* in all runs if workers are processes, of which each mostly has its device for itself, so that nobody waits.
+* in the worker's first runs, because it is not known yet how its layers draw;
+* in all later runs, if a kernel without a wrapper has moved the generator, or if a recurrent layer has dropout;
+* in all runs if workers are processes: each process mostly has a device for itself, so that no other one waits.
 
-If it moves for the first time in a later run, the numbers of that run could not be drawn again. That is an error, and
-from then on the worker holds the generator.
+If such a kernel moves the generator for the first time in a later run, the numbers of that run cannot be drawn again.
+That is an error, and from then on the worker holds the generator.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LOOKS: Final = 4  # runs of a worker; a mini-batch whose loss is outside has two
 
 
 class UnseenDraws:
-    """What one worker knows of its layers.
+    """Whether layers of one worker draw by kernels that have no wrapper.
 
     Attributes:
         generator: of the worker's device.
-        found: whether the generator has moved without a wrapper.
+        found: whether a kernel without a wrapper has moved the generator.
     """
 
     def __init__(self, generator: DeviceGenerator) -> None:
@@ -47,7 +47,7 @@ class UnseenDraws:
         self._runs = 0
 
     def hold(self, stream: RandomStream, *, always: bool) -> Hold | None:
-        """What the actions of the next run enter; None: nothing.
+        """The context that the actions of the next run enter; None: they need none.
 
         Args:
             stream: of the worker.
@@ -59,12 +59,12 @@ class UnseenDraws:
 
 
 class Hold:
-    """A context manager, in which one thread alone draws from a generator, which is put back at the end.
+    """A context in which one thread alone draws from a generator; the end restores the generator's state.
 
     Args:
-        draws: what the worker knows.
-        stream: the stream that the generator stands for meanwhile.
-        locked: whether other threads are kept from drawing; else they must not.
+        draws: gets to know whether a kernel without a wrapper draws.
+        stream: whose numbers the generator draws meanwhile.
+        locked: whether a lock keeps other threads from drawing. Without it the caller makes sure that none draws.
     """
 
     def __init__(self, draws: UnseenDraws, stream: RandomStream, *, locked: bool = True) -> None:
@@ -168,8 +168,8 @@ class LateDraws:
     """Notes the states of some workers' generators before a run, and looks at them afterwards.
 
     Args:
-        draws: of the workers whose layers may draw, and which do not hold their generators. Of others nothing is asked:
-            threads of the user's may draw meanwhile, and not all of them do by a kernel with a wrapper.
+        draws: of the workers whose layers may draw, and which do not hold their generators. Other generators are left
+            out: the user's threads may draw from them by a kernel without a wrapper, which is no error.
     """
 
     def __init__(self, draws: Sequence[UnseenDraws]) -> None:

@@ -62,11 +62,12 @@ class SkipPorts:
         self._incoming = [(n, skip) for n, skip in numbered if stage in skip.later]
         self._outgoing = [(n, skip) for n, skip in numbered if stage == skip.source and skip.later]
         self._popped_next = [(n, skip) for n, skip in self._incoming if stage + 1 in skip.later]
-        self.any_gradients = any(stage in (skip.source, *skip.destinations, skip.behind) for skip in skips)
+        self.any_gradients = any(stage in (skip.source, *skip.destinations, skip.stage_after_source) for skip in skips)
         self._present: dict[int, tuple[bool, ...]] = {}  # for each micro-batch, which of the incoming are tensors
-        # For each micro-batch, the tensors of the value that came that are the very tensors of skips; see `Stashed`.
+        # For each micro-batch, which tensors of the received value are tensors of skips; see `Stashed.same`.
         self._same: dict[int, tuple[tuple[int, int], ...]] = {}
-        self._behind: dict[int, frozenset[int]] = {}  # the popped skips whose gradients go behind the source
+        # For each micro-batch, the popped skips whose tensors the source has returned, too.
+        self._returned: dict[int, frozenset[int]] = {}
         self._awaited: dict[int, tuple[int | None, ...]] = {}
 
     def connect(self, endpoint: Endpoint) -> None:
@@ -83,10 +84,10 @@ class SkipPorts:
         self._gradient_senders: list[Send] = [
             endpoint.sender(f"B skip {n}", skip.gradient_to(self._stage)) for n, skip in self._incoming
         ]
-        self._senders_behind: dict[int, Send] = {
-            n: endpoint.sender(f"B skip {n}", skip.behind)
+        self._senders_if_returned: dict[int, Send] = {
+            n: endpoint.sender(f"B skip {n}", skip.stage_after_source)
             for n, skip in self._incoming
-            if skip.behind is not None and skip.later[0] == self._stage
+            if skip.stage_after_source is not None and skip.later[0] == self._stage
         }
 
     def receive(
@@ -103,16 +104,16 @@ class SkipPorts:
                 self._same[micro_batch] = structure.same
             arrived, structure = self._stashed.marked(leaves, structure), structure.structure
         popped: list[Tensor] = []
-        present, behind = [], []
+        present, returned = [], []
         for (n, _), receive, senders in zip(self._incoming, self._receivers, self._senders_on, strict=True):
-            tensors, is_behind = receive(micro_batch)
+            tensors, is_returned = receive(micro_batch)
             _hand_on(senders, micro_batch, tensors)
             popped += tensors
             present.append(bool(tensors))
-            if is_behind:
-                behind.append(n)
+            if is_returned:
+                returned.append(n)
         bundle = Bundle(structure, len(leaves), tuple(present))
-        self._present[micro_batch], self._behind[micro_batch] = bundle.present, frozenset(behind)
+        self._present[micro_batch], self._returned[micro_batch] = bundle.present, frozenset(returned)
         arrived += self._stashed.popped(bundle.own, popped, self._popped(bundle.present))
         return leaves + tuple(popped), bundle, arrived
 
@@ -140,13 +141,13 @@ class SkipPorts:
         if self._outgoing:
             for (n, skip), senders, is_tensor in zip(self._outgoing, self._senders, bundle.present, strict=True):
                 own = (next(remaining),) if is_tensor else ()
-                _hand_on(senders, micro_batch, own, is_behind=n in returned and skip.behind is not None)
+                _hand_on(senders, micro_batch, own, is_returned=n in returned and skip.stage_after_source is not None)
                 stashed += [(n, tensor) for tensor in own]
-        # Where the stage has returned a skip's tensor, the gradient of the value has that of the skip in it.
+        # If the stage has returned a skip's tensor, the gradient of the value contains that of the skip.
         awaited = [*(n for n, _ in stashed), *self._continued(self._popped(self._present[micro_batch]))]
         passed = [n for _, n in self._passed(micro_batch)]
         self._awaited[micro_batch] = (*[None if n in returned else n for n in awaited], *passed)
-        return value, self._stashed.around(bundle.structure, value, arrived, stashed, bundle.same)
+        return value, self._stashed.marking(bundle.structure, value, arrived, stashed, bundle.same)
 
     def awaits(self, name: str, micro_batch: int) -> bool | None:
         """Whether a message of this name will come; None: it is known only after the forward."""
@@ -161,27 +162,31 @@ class SkipPorts:
         return [n for (n, _), is_tensor in zip(self._incoming, present, strict=True) if is_tensor]
 
     def _continued(self, popped: Sequence[int]) -> list[int]:
-        """Those of these skips that later stages pop, too."""
+        """Of these skips, the ones that later stages pop, too."""
         return [n for n in popped if self._stage < self._skips[n].later[-1]]
 
     def _passed(self, micro_batch: int) -> list[tuple[int, int]]:
-        """The tensors of the value that are those of skips which this stage does not pop, but later ones do."""
+        """The tensors of the value that are tensors of skips, where later stages pop the skip and this one does not.
+
+        Returns:
+            Pairs of the number of the tensor and the number of the skip.
+        """
         same = self._same.get(micro_batch, ())
         return [(number, n) for number, n in same if self._stage not in self._skips[n].later]
 
     def entered(
         self, micro_batch: int, leaves: Sequence[Tensor], of_value: Sequence[Tensor], bundle: Bundle
     ) -> tuple[dict[int, Tensor], list[Tensor]]:
-        """For each popped tensor what the layers get: that of the value if it is the same, else an alias.
+        """What the layers get for each popped tensor: an alias; if the value has the same tensor, the value's alias.
 
         Args:
             micro_batch: its number.
-            leaves: the popped ones.
+            leaves: the popped tensors.
             of_value: what the layers get as the value.
             bundle: the structure of the inputs.
 
         Returns:
-            What they get, by the numbers of skips; and where the gradients begin that come from later stages.
+            The aliases, by the numbers of skips; and the tensors at which gradients from later stages begin.
         """
         number_of = {n: number for number, n in self._same.get(micro_batch, ())}
         aliases = {
@@ -209,36 +214,38 @@ class SkipPorts:
         return tuple([t for t in stashed if t is not None]), Bundle(structure, len(outputs), is_tensor, same)
 
     def receive_gradients(self, micro_batch: int) -> tuple[Tensor | None, ...]:
-        """Waits for the sums over later stages: of what is stashed, and of tensors that later stages use, too."""
+        """Waits for gradients from later stages: of what this stage stashes, and of tensors that both use."""
         receivers = self._gradient_receivers
         awaited = [None if n is None else receivers[n](micro_batch)[0][0] for n in self._awaited[micro_batch]]
         return tuple(awaited)
 
     def send_gradients(self, micro_batch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Sends the gradients of popped tensors towards the stages that stashed them. Returns those of the value."""
-        present, behind = self._present[micro_batch], self._behind[micro_batch]
+        present, returned = self._present[micro_batch], self._returned[micro_batch]
         with_value = {n for _, n in self._same.get(micro_batch, ())}
         own = len(gradients) - sum(present)
         remaining = iter(gradients[own:])
         for (n, _), send, is_tensor in zip(self._incoming, self._gradient_senders, present, strict=True):
             gradient = next(remaining) if is_tensor else None
             if is_tensor and n not in with_value:
-                (self._senders_behind[n] if n in behind else send)(micro_batch, ((gradient,), None))
+                (self._senders_if_returned[n] if n in returned else send)(micro_batch, ((gradient,), None))
         return gradients[:own]
 
 
-def _hand_on(senders: Sequence[Send], micro_batch: int, tensors: Sequence[Tensor], *, is_behind: bool = False) -> None:
+def _hand_on(
+    senders: Sequence[Send], micro_batch: int, tensors: Sequence[Tensor], *, is_returned: bool = False
+) -> None:
     """Sends a skip's tensor to other stages, to each as a leaf of its own; no tensors: None was stashed.
 
     Args:
         senders: to these stages, the first one first.
         micro_batch: its number.
         tensors: one or none.
-        is_behind: whether the first stage that pops hands the gradient to `Skip.behind`.
+        is_returned: whether the first stage that pops sends the gradient to `Skip.stage_after_source`.
     """
     for send in senders:
-        send(micro_batch, (tuple(map(boundary.cut, tensors)), 1 if is_behind else None))
-        is_behind = False
+        send(micro_batch, (tuple(map(boundary.cut, tensors)), 1 if is_returned else None))
+        is_returned = False
 
 
 class StageTracker:

@@ -3,9 +3,10 @@
 If several stages of one place (a process, or a device) pop, the value is sent there once. The gradients go from the
 last stage that pops through all others to the source: each begins its backward with the sum of those above.
 
-A stage may also return the tensor that it stashes. Then the stage behind it uses that tensor, too, and the sum goes
-there instead of to the source. Only the source knows whether it is so, from micro-batch to micro-batch: it marks the
-value for the stage behind it (`Stashed.same`), and the skip for the first stage that pops.
+A stage may also return the tensor that it stashes. Then the next stage uses that tensor, too, and the sum goes to the
+next stage instead of to the source. Only the source knows whether it has returned the tensor, which may differ between
+micro-batches. So the source marks the value for the next stage (`Stashed.same`), and the skip for the first stage that
+pops.
 """
 
 from __future__ import annotations
@@ -63,20 +64,21 @@ class Skip:
         return max((each for each in self.later if each < stage), default=self.source)
 
     @property
-    def behind(self) -> int | None:
-        """The stage to which the first one that pops hands the gradient if the source has also returned the tensor.
+    def stage_after_source(self) -> int | None:
+        """The stage that gets the gradient from the first stage that pops, if the source has also returned the tensor.
 
-        It is the one behind the source. None: that one pops itself, and its gradient of the value is the whole.
+        None: the stage after the source pops the tensor itself, and the gradient of its input has that of the skip.
 
         Example:
-            >>> Skip("a", 0, (2, 4), places=(0,) * 5).behind, Skip("a", 0, (1, 4), places=(0,) * 5).behind
+            >>> skip, next_pops = Skip("a", 0, (2, 4), places=(0,) * 5), Skip("a", 0, (1, 4), places=(0,) * 5)
+            >>> skip.stage_after_source, next_pops.stage_after_source
             (1, None)
         """
         return self.source + 1 if self.later and self.later[0] > self.source + 1 else None
 
     @property
     def hops(self) -> frozenset[tuple[int, int]]:
-        """The pairs of stages of which the first hands the value, or the gradient, to the second, or may do so.
+        """The pairs of stages of which the first sends the value, or the gradient, to the second, or may send it.
 
         Example:
             >>> sorted(Skip("a", 0, (2, 4), places=(0, 1, 2, 3, 4)).hops)
@@ -84,4 +86,6 @@ class Skip:
         """
         values = {(self.value_from(stage), stage) for stage in self.later}
         gradients = {(stage, self.gradient_to(stage)) for stage in self.later}
-        return frozenset(values | gradients | ({(self.later[0], self.behind)} if self.behind else set()))
+        return frozenset(
+            values | gradients | ({(self.later[0], self.stage_after_source)} if self.stage_after_source else set())
+        )

@@ -8,7 +8,6 @@ stage that changes what it pops if another stage pops it, too: its gradient woul
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,8 +28,9 @@ class Stashed(NamedTuple):
 
     Attributes:
         structure: of the value.
-        which: pairs of the number of a tensor and the number of a skip with which it shares memory.
-        same: likewise, where it is the very tensor of the skip, so that their gradients are added up in one place.
+        which: pairs of the number of a tensor and the number of a skip. Both share memory.
+        same: pairs of the same kind, where the tensor is that of the skip itself. Then the gradients of both are added
+            up in one stage.
     """
 
     structure: Structure | None
@@ -39,13 +39,13 @@ class Stashed(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """An input of a stage that an earlier stage has stashed, whether it comes as a value or is popped.
+    """An input of a stage that an earlier stage has stashed; the stage pops it, or gets it as a part of the value.
 
     Attributes:
         number: of the input.
         skip: the number of the skip.
         tensor: the input.
-        version: of the tensor, before the layers run.
+        version: of the tensor before the layers run.
     """
 
     number: int
@@ -110,7 +110,7 @@ class StashedTensors:
                     f"{source}, and {why}; {remedy}, or make that layer not in-place"
                 )
 
-    def around(
+    def marking(
         self,
         structure: Structure | None,
         outputs: Sequence[Tensor],
@@ -147,7 +147,7 @@ def _share_memory(one: Tensor, two: Tensor) -> bool:
     if not (_has_place(one) and _has_place(two)):
         return False
     (begin, end), (other_begin, other_end) = _extent(one), _extent(two)
-    return begin < other_end and other_begin < end and not _are_parts(one, two)
+    return begin < other_end and other_begin < end
 
 
 def _has_place(tensor: Tensor) -> bool:
@@ -160,21 +160,3 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     """The first address of the tensor, and the first one behind it."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (1 + last) * tensor.element_size()
-
-
-def _are_parts(one: Tensor, two: Tensor) -> bool:
-    """Whether they are disjoint slices of one array along one dimension, such as two halves of its channels."""
-    if one.stride() != two.stride() or one.dtype != two.dtype:
-        return False
-    here, there = int(one.storage_offset()), int(two.storage_offset())
-    outer, apart = math.inf, False
-    for stride, size, other_size in sorted(zip(one.stride(), one.shape, two.shape, strict=True), reverse=True):
-        if not stride:
-            return False
-        (begin, here), (other_begin, there) = divmod(here, stride), divmod(there, stride)
-        end, other_end = begin + size, other_begin + other_size
-        if outer < math.inf and max(end, other_end) * stride > outer:
-            return False  # the slices overlap along this dimension, so they are not slices of one array
-        apart = apart or end <= other_begin or other_end <= begin
-        outer = stride
-    return apart

@@ -1,8 +1,8 @@
 """Execution views: shallow copies of modules that several stages run.
 
-Two workers that put their aliases into one module object would replace each other's. A view is a shallow copy of the
-module tree with the same buffers, hooks and attributes, but dictionaries of its own. Modules inside of which nothing is
-shared are not copied: what `torch.compile` made for a module runs that module, and not its copy.
+Two workers that put their aliases into one module object would overwrite the aliases of each other. A view is a shallow
+copy of the module tree with the same buffers, hooks and attributes, but dictionaries of its own. A module that contains
+no shared module is not copied: code that `torch.compile` made for a module runs that module, and not its copy.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class View:
     def hand_back(self) -> None:
         """After a run: gives the layer the attributes and buffers that its view has assigned.
 
-        The others stay: the user may have changed them, or another stage's view of the same layer.
+        Others stay as they are: the user may have changed them, or another stage's view of the same layer.
         """
         for (original, copy), (attributes, buffers) in zip(self._pairs, self._seen, strict=True):
             original.__dict__.update(_changed(copy.__dict__, attributes))
@@ -69,7 +69,7 @@ class View:
         self._seen = [(dict(copy.__dict__), dict(copy._buffers)) for _, copy in self._pairs]
 
     def _build(self) -> None:
-        """Copies the present modules; those that have a copy keep it."""
+        """Copies the present modules; a module that has a copy keeps it."""
         earlier = {id(original): copy for original, copy in self._pairs}
         modules = list(self._layer.modules())
         self._tree = [id(module) for module in modules]
@@ -84,7 +84,10 @@ class View:
         self.module = copies[id(self._layer)]
 
     def _copied(self, modules: list[nn.Module]) -> list[nn.Module]:
-        """Those that are shared, all inside of them, also what was put there later, and all around them."""
+        """The modules to copy: shared ones, all modules inside of them, and all modules that contain them.
+
+        A module inside of a shared one is copied also if the user has put it there after the pipe was made.
+        """
         shared = self._shared
         if shared is None:
             return modules
@@ -98,7 +101,7 @@ def _changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 
 def _empty_copy(module: nn.Module) -> nn.Module:
-    kind = type(module)  # a stand-in says that its class is another
+    kind = type(module)  # `module.__class__` of a unit of a model is the class that it replaces
     copy = kind.__new__(kind)
     copy.__dict__.update(_modules={}, _buffers={}, _parameters={})
     for name in getattr(kind, "__slots__", ()):  # the name of a unit

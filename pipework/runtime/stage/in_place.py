@@ -21,13 +21,14 @@ class InPlaceChanges:
 
     Args:
         stage: the stage.
-        own_leaves: the numbers of the inputs that are leaves of the caller. They, and views of them from an earlier
-            stage, are passed to the layers as they are, so that PyTorch refuses an in-place operation on them.
-        batch: of the inputs, if the caller may change them before a backward.
+        own_leaves: the numbers of the inputs that are leaves of the caller. The layers get these leaves themselves, so
+            that PyTorch refuses an in-place operation on them. The same holds for views of them from an earlier stage.
+        batch: the version counters of the inputs, if the caller may change the inputs before a backward.
 
     Attributes:
-        found: None before the first micro-batch, which is treated as if they did.
-        refuses: memory of this micro-batch's inputs that a later stage must not change in place, either.
+        found: whether the layers have changed an input in place; None before the first micro-batch, for which the
+            stage prepares as if its layers did so.
+        refuses: the memory of those inputs of this micro-batch that a later stage must not change in place, either.
     """
 
     def __init__(self, stage: Stage, own_leaves: frozenset[int], batch: BatchVersions | None) -> None:
@@ -39,11 +40,12 @@ class InPlaceChanges:
         self._passed_on: Set[int] = frozenset()  # the inputs whose memory outputs have, too
 
     def aliases(self, leaves: Sequence[Tensor], *, recomputed: bool) -> tuple[Tensor, ...]:
-        """What the layers get instead of their inputs, so that changes can be seen afterwards.
+        """Aliases of the inputs for the layers, whose version counters show a change afterwards.
 
         Args:
             leaves: the inputs.
-            recomputed: whether this micro-batch is: then its leaves are copies, or looked at by the recomputation.
+            recomputed: whether this micro-batch is computed twice. Then its leaves are copies, or the recomputation
+                compares their versions.
         """
         refusing = [n in self._own_leaves or boundary.is_unchangeable(leaf) for n, leaf in enumerate(leaves)]
         pairs = list(zip(leaves, refusing, strict=True))
@@ -56,24 +58,25 @@ class InPlaceChanges:
         return aliases
 
     def see(self, leaves: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
-        """After the layers have run on aliases of these inputs."""
+        """After the layers have run: looks whether they have changed one of these aliases."""
         seen = [boundary.report_overwriting(leaf, alias) for leaf, alias in zip(leaves, aliases, strict=True)]
         self.found = bool(self.found) or any(seen)
         if any(seen):
             self.refuse_overlap(leaves)
 
     def mark(self, outputs: Sequence[Tensor]) -> None:
-        """Marks the outputs that have memory of the caller's leaves, for the stages behind."""
+        """Marks the outputs that have memory of the caller's leaves, for later stages."""
         for output in outputs:
             if output.requires_grad and _memory(output) in self.refuses:
                 boundary.mark_unchangeable(output)
         self.refuses = frozenset()
 
     def inputs_of_first_pass(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the first pass of a checkpointed micro-batch runs on: the recomputation needs the input as it is now.
+        """The inputs on which the first pass of a checkpointed micro-batch runs.
 
-        It must not have hooks of this pass, which would act a second time. Neither an in-place operation of this stage
-        may change it, nor one of a later stage to which this one passes its memory on.
+        The recomputation needs the inputs as they are now. So this stage must not change them in place, nor a later
+        stage that gets their memory as an output of this one: such inputs are copied. The first pass may also add hooks
+        to its inputs, which would act twice: all others are new leaves with the same memory.
         """
         every = self.found is not False
         return tuple(
@@ -92,10 +95,10 @@ class InPlaceChanges:
             inputs: from `inputs_of_first_pass`.
             versions: of the inputs, before.
             outputs: of the pass.
-            is_first: whether nothing was known before.
+            is_first: whether this is the first micro-batch.
 
         Raises:
-            RuntimeError: the first micro-batch's pass has not, and the input, which is no copy, is needed again.
+            RuntimeError: the first micro-batch's pass has changed no input. So this input, which is no copy, is lost.
         """
         if is_first:
             memories = set(map(_memory, outputs))
@@ -111,7 +114,7 @@ class InPlaceChanges:
         return True
 
     def refuse_overlap(self, leaves: Sequence[Tensor]) -> None:
-        """Raises a RuntimeError if some of these inputs, of which one was changed in place, share memory."""
+        """One of these inputs was changed in place: raises a RuntimeError if some of them share memory."""
         storages = {leaf.untyped_storage().data_ptr() for leaf in leaves}
         if len(storages) < len(leaves) and any(leaf.requires_grad for leaf in leaves):
             raise RuntimeError(
@@ -125,6 +128,6 @@ class InPlaceChanges:
 
 
 def _memory(tensor: Tensor) -> object:
-    """Equal for tensors of which one may be changed with the other."""
+    """A key of the tensor's memory: a change of one tensor may change another one with the same key."""
     key = torch_private.memory_key(tensor)
     return id(tensor) if key is None else key

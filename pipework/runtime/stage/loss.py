@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from pipework.runtime.transport import Message
     from pipework.values.nested import Structure
 
-# A loss of more numbers than this is mostly one over words, and outputs that are kept longer would be felt.
+# Larger outputs are not copied: a loss over so many numbers is mostly one over words.
 MOST_BYTES: Final = 64 * 2**20
 
 
 class SeenLoss(NamedTuple):
-    """What a loss function got and gave for a micro-batch, copied: it may overwrite its arguments.
+    """Arguments and value of a loss function for a micro-batch, copied, because it may overwrite its arguments.
 
     Attributes:
-        output: what it got.
-        target: likewise.
-        places: where the tensors of the target lie that were copied.
-        value: what it gave.
+        output: of the last layer.
+        target: of the micro-batch.
+        places: the addresses of the target's tensors before they were copied.
+        value: the loss.
     """
 
     output: Message
@@ -53,8 +53,8 @@ class InnerLoss:
             the device of the loss: the caller's stream computes it, and the host may not know its value yet.
         scale: gradients carry this factor, so that small ones survive in float16; a tensor as for a weight.
         keeps_output: whether the output is returned with the loss.
-        micro_batches: how many there are.
-        seen: gets the first two micro-batches; None: not in this mini-batch.
+        micro_batches: their number.
+        seen: a list that gets the first two micro-batches; None: nothing is kept in this mini-batch.
     """
 
     function: Callable[[Any, Any], Tensor] | None
@@ -209,17 +209,17 @@ class LossRun:
         *,
         grad: bool,
     ) -> tuple[tuple[Tensor, ...], Structure | None]:
-        """The outputs of the stage: the loss, then without its graph what its layers have returned if that is kept.
+        """The outputs of the stage: the loss; then the output of its layers without a graph, if it is kept.
 
         Args:
             output: what the layers have returned.
             target: of the micro-batch.
             micro_batch: its number.
-            enter_stream: before the loss is computed, if random numbers may be drawn.
+            enter_stream: called before the loss is computed, if random numbers may be drawn.
             grad: whether gradients are wanted.
         """
         loss, value = self._loss, output
-        # Of a recomputation, or of further micro-batches, nothing is kept.
+        # Nothing is kept of further micro-batches, nor of a recomputation.
         is_seen = loss.seen is not None and micro_batch == len(loss.seen) < 2
         given = self._copied(output, target) if is_seen else None
         if loss.function is not None:

@@ -12,7 +12,7 @@ from pipework import torch_private
 from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class MemoryMeter:
     """Live activation bytes of one worker: its stages' inputs and what their graphs save, but no parameters or buffers.
 
-    A stage holds all its inputs until its backward, which adds to their gradients, also those that no graph saves. A
-    storage counts once per stage and micro-batch, however often it is saved.
+    A stage holds all its inputs until its backward, also an input that no graph saves: the backward computes their
+    gradients. A storage counts once per stage and micro-batch, however often it is saved.
 
     Args:
         persistent: tensors that are not counted, such as parameters.
@@ -37,12 +37,8 @@ class MemoryMeter:
     @contextlib.contextmanager
     def measuring(
         self, stage: int, micro_batch: int, inputs: Iterable[Tensor], target: Iterable[Tensor] = ()
-    ) -> Iterator[Callable[[Iterable[Tensor]], None]]:
-        """Counts the inputs and what is saved inside as held for this micro-batch of the stage, until `released`.
-
-        Returns:
-            What is to be called with further inputs that only came inside.
-        """
+    ) -> Iterator[None]:
+        """Counts the inputs and what is saved inside as held for this micro-batch of the stage, until `released`."""
         # The caller's micro-batches are slices of one storage; each holds its own rows.
         of_inputs = {_storage(tensor): local_part(tensor).nbytes for tensor in inputs}
         self._inputs[stage, micro_batch] = of_inputs
@@ -79,14 +75,8 @@ class MemoryMeter:
 
         unpack.may_be_called_twice = outer is None  # type: ignore[attr-defined]
 
-        def came(tensors: Iterable[Tensor]) -> None:
-            for tensor in tensors:
-                size = local_part(tensor).nbytes
-                of_inputs[_storage(tensor)] = size
-                sizes.setdefault(_storage(tensor), size)
-
         with saved_tensors_hooks(pack, unpack):
-            yield came
+            yield
         self._hold(stage, micro_batch, sum(sizes.values()))
 
     def checkpointed(self, stage: int, micro_batch: int, kept: Iterable[Tensor]) -> None:

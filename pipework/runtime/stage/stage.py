@@ -78,9 +78,9 @@ class Stage:
         last = self.layers[-1]
         whole = tuples.keeps_whole(last.module, others=1)
         self.layers_with_target = [*self.layers[:-1], last._replace(takes_tuple_whole=whole)]
-        # The situations in which a graph of this stage has been searched for hidden parameters.
         # Whether a recurrent layer's dropout has a state of its own on accelerators.
         self.has_random_state = any(map(has_random_state, runnable))
+        # The situations in which a graph of this stage has been searched for hidden parameters; see `StageRun`.
         self.inspected: set[tuple[bool, bool, int]] = set()
         # By the id of a parameter, whether its gradient is deferred to W; see WeightGradientStore.
         self.deferred: dict[int, bool] = {}
@@ -99,16 +99,16 @@ class Stage:
         return layer_text(self.layers[-1].name, self.layers[-1].module)
 
     def before(self, number: int) -> str | None:
-        """The layer before that with a number, as messages call it; None: there is none."""
+        """The layer before layer `number`, as messages call it; None: there is none."""
         place = number - self.layers[0].number
         return layer_text(self.layers[place - 1].name, self.layers[place - 1].module) if place else self._before
 
     def stray_gradients(self) -> StrayGradients | None:
-        """What refuses gradients from outside of the pipe in the next mini-batch with gradients; None: nothing does."""
+        """Refuses gradients from outside of the pipe in one mini-batch; None: the mini-batch is not checked."""
         return StrayGradients(self) if is_checked(next(self._differentiated)) else None
 
     def fully_sharded(self) -> FullySharded | None:
-        """What FSDP shards of the stage; None: nothing."""
+        """The parameters of the stage that FSDP shards; None: it shards none."""
         return FullySharded.of(self.modules)
 
     def refresh(self) -> None:

@@ -78,7 +78,7 @@ class StageRun:
     Attributes:
         draws: whether the stage may draw random numbers.
         aliases: of its parameters.
-        sharded: what FSDP shards of the stage; None: nothing.
+        sharded: the parameters of the stage that FSDP shards; None: it shards none.
         meter: counts bytes; None: nothing does.
         tied: the gradients of parameters that other stages of this process use, too; None: there are none.
     """
@@ -124,7 +124,8 @@ class StageRun:
         # The tensors of a micro-batch between its actions: inputs that are computed again, and graphs.
         self._inputs: dict[int, tuple[tuple[Tensor, ...], AnyStructure, Snapshot, list[int]]] = {}
         self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
-        self._entered: tuple[Root, ...] = ()  # of the present graph: where gradients of skips from later stages start
+        # Where in the present graph a backward starts with the gradients of skips that come from later stages.
+        self._entered: tuple[Root, ...] = ()
         self._in_place = InPlaceChanges(stage, own_leaves if stage.index == 0 else frozenset(), batch)
         self._recompute_check = RecomputeCheck(stage.recompute_looks)
         # The situation of this mini-batch. Graphs may differ between situations, so one graph of each is searched for
@@ -359,17 +360,12 @@ class StageRun:
         """Whether a message of this name will come; see `SkipPorts.awaits`."""
         return True if self._ports is None else self._ports.awaits(name, micro_batch)
 
-    def held(self) -> dict[int, tuple[tuple[Tensor, ...], list[Any], list[Tensor]]]:
-        """By micro-batch in flight: its inputs, where its graph begins if there is one, and what waits for its W."""
+    @property
+    def in_flight(self) -> set[int]:
+        """The micro-batches of which this stage holds something: inputs, a graph, or what waits for a W."""
         store = self._weight_store
-        waiting = {} if store is None else {n: kept for n in store.micro_batches if (kept := store.kept(n))}
-        held: dict[int, tuple[tuple[Tensor, ...], list[Any], list[Tensor]]] = {}
-        for n in sorted({*self._inputs, *self._graphs, *waiting}):
-            leaves, roots = self._graphs.get(n, ((), ()))
-            if n in self._inputs:
-                leaves = (*self._inputs[n][0], *self._inputs[n][2].tensors)
-            held[n] = leaves, list(roots), waiting.get(n, [])
-        return held
+        waiting = [] if store is None else [n for n in store.micro_batches if store.kept(n)]
+        return {*self._inputs, *self._graphs, *waiting}
 
     def clear(self) -> None:
         """Drops every tensor, after a failure: the traceback refers to this object."""
@@ -389,10 +385,11 @@ class StageRun:
     def _first_pass(
         self, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int, arrived: list[Arrived]
     ) -> tuple[tuple[Tensor, ...], AnyStructure]:
-        """Computes a micro-batch of which only the input is kept, not the graph.
+        """Computes a checkpointed micro-batch: keeps the input, and not the graph.
 
-        Autograd records a graph: it shows which outputs require a gradient, and a module that reads grad mode does the
-        same in both passes. The graph is freed with the outputs; it takes as much memory as that of the recomputation.
+        Autograd records a graph all the same: it shows which outputs require a gradient, and a module that reads grad
+        mode does the same in both passes. The graph is freed with the outputs. Until then it takes as much memory as
+        that of the recomputation.
         """
         buffers = self._stage.buffers.snapshot()
         target = () if self._loss is None else self._loss.targets[micro_batch][0]
@@ -461,7 +458,7 @@ class StageRun:
         tracker = ports.tracker(entered)
         with skip_tracker.using(tracker):
             outputs, structure = self._run_layers(value, bundle.structure, micro_batch, of_value)
-        # Changes of a tensor that is the value, too, were seen with the value.
+        # A popped tensor may also be a tensor of the value, whose changes have been looked for above.
         pairs = zip(popped, entered.values(), strict=True)
         apart = [pair for pair in pairs if not any(pair[1] is each for each in of_value)]
         self._in_place.see([leaf for leaf, _ in apart], [alias for _, alias in apart])
@@ -469,7 +466,7 @@ class StageRun:
         return outputs + stashed, bundle
 
     def _alias(self, leaves: tuple[Tensor, ...], micro_batch: int) -> tuple[Tensor, ...]:
-        """What the layers get instead of leaves."""
+        """The tensors that the layers get: aliases of the leaves if an in-place change must be found."""
         if self._in_place.found is False:
             return leaves
         return self._in_place.aliases(leaves, recomputed=micro_batch in self._checkpointed)
@@ -535,7 +532,7 @@ class StageRun:
 
 
 def _without_autocast(context: CallerContext, run: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """As PyTorch advises for a backward, whole or in halves: autocast would cast its products and sums again."""
+    """Runs a backward, or a half of it, as PyTorch advises: autocast would cast its products and sums again."""
     with context.without_autocast():
         run(*arguments, **options)
 
