@@ -16,7 +16,7 @@ from pipework.autograd.nodes import LossInside, LossOutside, UndeliveredLosses, 
 from pipework.backend import StepCall
 from pipework.model import mini_batch
 from pipework.model.batchnorm import DeferredBatchNorm
-from pipework.model.layers import doubts_about_hooks
+from pipework.model.layers import uncalled_hooks
 from pipework.model.layout import Layout
 from pipework.model.loss.check import loss_warnings
 from pipework.model.loss.functions import may_be_other
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 CHECK_FINITE: Final = "check_finite"
 ONE_THREAD: Final = "one_thread"
-_LOOKS = frozenset({"inputs", "loss"})  # at what to look in the first mini-batch that is cut
+_FIRST_CHECKS = frozenset({"inputs", "loss"})  # at what to look in the first mini-batch that is cut
 
 
 def checked_debug(debug: str | Iterable[str]) -> frozenset[str]:
@@ -134,10 +134,10 @@ class Executor:
         self._device_types = sorted({"cpu", *(device.type for device in assignment.devices)})
         self.skips = self._skips_between(partitions)
         self._programs: dict[tuple[int, str, bool], Program] = {}
-        self._looks = _LOOKS
+        self._first_checks = _FIRST_CHECKS
         self._output_rows = OutputRows()
         self._undelivered = UndeliveredLosses()
-        self._scaler_looks = FIRST
+        self._scaler_checks = FIRST
         self._deferred: list[DeferredBatchNorm] = []
         self._engine: Engine | None = None
         self._make_locks()
@@ -181,7 +181,7 @@ class Executor:
             inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
         own = self._split(inputs, keyword_inputs) if reads else None
         if self._engine is None:
-            doubts += doubts_about_hooks(self._partitions.values())
+            doubts += uncalled_hooks(self._partitions.values())
         engine = self.engine_in_use()
         if context.is_checkpointing:
             self._refuse_checkpoint_around([] if own is None else own.tensors)
@@ -217,7 +217,7 @@ class Executor:
         if not inside and trains:
             self._refuse_loss_outside(program, everywhere=everywhere)
         self._refuse_misplaced(call, return_output=return_output, scaled=loss_scale is not None)
-        looks = self._looks if self.settings.warns and split.is_cut and micro_batches > 1 else frozenset[str]()
+        checks = self._first_checks if self.settings.warns and split.is_cut and micro_batches > 1 else frozenset[str]()
         inner, padding = None, None
         if inside:
             if targets is not None and self.settings.warns:
@@ -229,7 +229,7 @@ class Executor:
                 grad=context.grad,
                 keeps_output=return_output,
                 scale=scale,
-                seen=[] if targets and "loss" in looks and may_be_other(self.settings.loss.function) else None,
+                seen=[] if targets and "loss" in checks and may_be_other(self.settings.loss.function) else None,
             )
         key = Key(call.key)
         if training:
@@ -260,7 +260,7 @@ class Executor:
         watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._deferred:
             collecting = self._mini_batch_of_batch_norms(engine.lock)
-        if "inputs" in looks:
+        if "inputs" in checks:
             watching = self._rows_watched(engine.lock, split.rows, doubts)
         try:
             with collecting, watching:
@@ -295,7 +295,7 @@ class Executor:
                 self._undelivered.add(shared)
             outputs = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
             doubts += loss_warnings(self.settings.loss, inner, split.rows, padding)
-            self._looks -= looks & {"loss"}
+            self._first_checks -= checks & {"loss"}
             parts = [tensors[0] for tensors, _ in results]
             loss = total(parts)
             if any(part.requires_grad for part in parts):
@@ -361,9 +361,9 @@ class Executor:
 
     def _lacks_scaler(self, step: Step, context: CallerContext) -> bool:
         """Whether float16 gradients were computed without a scale; looked at in the first training steps."""
-        if self.settings.loss.grad_scaler is not None or not self._scaler_looks:
+        if self.settings.loss.grad_scaler is not None or not self._scaler_checks:
             return False
-        self._scaler_looks -= 1
+        self._scaler_checks -= 1
         dtypes = {parameter.dtype for stage in step.stages for parameter in step.parameters(stage)}
         return torch.float16 in dtypes.union(autocast.dtype for autocast in context.autocasts)
 
@@ -415,7 +415,7 @@ class Executor:
     def layer_replaced(self) -> None:
         """The stages still run the layer that was there before: the next mini-batch makes and checks them again."""
         self._engine = None
-        self._looks = _LOOKS
+        self._first_checks = _FIRST_CHECKS
         self._output_rows = OutputRows()
         self._layout = self._layout if self._layout_is_fixed else None
 
@@ -527,7 +527,7 @@ class Executor:
         """For the first mini-batch that is cut: looks for uses in which dimension 0 is not that of the rows."""
         with batch_second_noticed(modules_with_batch_second(self._layers.named_children()), {*rows}, lock) as found:
             yield
-        self._looks -= {"inputs"}
+        self._first_checks -= {"inputs"}
         doubts += found
 
 

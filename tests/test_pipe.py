@@ -162,13 +162,6 @@ def test_children_may_have_any_name() -> None:
     assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
-def test_several_layers_are_taken_from_a_list() -> None:
-    with pytest.raises(TypeError, match=r"write nn\.Sequential\(\*list\(pipe\)\[0:2\]\), or use pipe\.partitions"):
-        two_stages()[0:2]
-    with pytest.raises(TypeError, match=r"list\(pipe\)\[:-1:2\]"):
-        two_stages()[:-1:2]
-
-
 @pytest.mark.parametrize(
     "name",
     [

@@ -18,7 +18,7 @@ from pipework.compat.adapter import AdaptedPipe, Adapter
 from pipework.compat.common import *  # noqa: F403
 from pipework.compat.installing import add_submodules
 from pipework.model import marks, sequential
-from pipework.model.layers import doubts_about_hooks
+from pipework.model.layers import uncalled_hooks
 from pipework.model.sequential import PipeSequential
 from pipework.pipe_warning import warn_caller
 from pipework.torch_private import has_hooks
@@ -139,7 +139,7 @@ class Pipe(Adapter):
             raise ValueError("All inputs should be on the same device as the first partition")
         if not self.partitions:
             return rpc.RRef(inputs[0] if len(inputs) == 1 else inputs)
-        for doubt in [] if self._has_run else doubts_about_hooks(self._groups()):
+        for doubt in [] if self._has_run else uncalled_hooks(self._groups()):
             warn_caller(doubt)
         self._has_run = True
         # Only a tensor itself is split, not tensors within other values.

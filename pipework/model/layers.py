@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipework import fsdp_private, torch_private
-from pipework.model.materialize import filling, materialize_partitions, move, waits, why_not
+from pipework.model.materialize import filling, materialize_partitions, move, unfilled, waits
 from pipework.model.sequential import PipeSequential, WithDevice
 from pipework.model.state_names import has_own_names, state_name
 
@@ -46,17 +46,8 @@ class Layers(nn.Module):
 
     # The arguments of a pipe are read-only. Methods such as `forward` may be replaced.
     _refused_attributes: ClassVar[frozenset[str]] = frozenset(
-        (
-            "balance",
-            "checkpoint",
-            "chunks",
-            "devices",
-            "input_device",
-            "output_device",
-            "partitions",
-            "schedule",
-            "stages",
-        )
+        {"balance", "checkpoint", "chunks", "devices", "schedule"}
+        | {"input_device", "output_device", "partitions", "stages"}
     )
 
     def __init__(
@@ -110,11 +101,8 @@ class Layers(nn.Module):
     def __getitem__(self, index: int) -> nn.Module:
         """The layer at a position; negative ones count from the end. For several, use `pipe.partitions` or a list."""
         if isinstance(index, slice):
-            given = ":".join("" if bound is None else repr(bound) for bound in (index.start, index.stop))
-            given += "" if index.step is None else f":{index.step!r}"
             raise TypeError(
-                f"pipe[{given}]: wanted the position of one layer; for several, write "
-                f"nn.Sequential(*list(pipe)[{given}]), or use pipe.partitions"
+                "a slice of a pipe is no pipe: take one layer, pipe[0], or several, nn.Sequential(*list(pipe)[2:4])"
             )
         return list(self)[operator.index(index)]
 
@@ -261,47 +249,41 @@ class Layers(nn.Module):
         left = self._materialize()
         if left:
             layers: dict[str, Any] = dict(self._modules)
-            reasons = [f"layer {name!r}:\n" + indent(why_not(layers[name]), "    ") for name in left]
+            listed = "\n".join(f"layer {name!r}:\n" + indent(unfilled(layers[name]), "    ") for name in left)
             raise RuntimeError(
                 "layers that were built on the meta device have no data and could not be initialised.\n"
-                + "\n".join(reasons)
-                + "\nGive such a class a reset_parameters() that fills all that it owns, as the classes of torch.nn "
-                "have, or load a checkpoint: pipe.load_state_dict(...)"
+                f"{listed}\nGive each of these classes a reset_parameters() that fills all that it owns, as the "
+                "classes of torch.nn have, or load a checkpoint, pipe.load_state_dict(...), which has no buffers that "
+                "are not persistent"
             )
 
     def _refuse_changed_partitions(self) -> None:
         """Raises a RuntimeError if a partition was given another layer, which is none of the pipe's."""
-        for number, partition in enumerate(self._partitions.values()):
-            for name, layer in partition._modules.items():
-                if self._modules.get(name) is not layer:
-                    raise RuntimeError(
-                        f"partitions[{number}] has a layer {name!r} ({type(layer).__name__}) that is not the pipe's: "
-                        "its parameters would not be trained or saved. Replace a layer in the pipe, "
-                        "pipe[index] = layer; none can be added"
-                    )
-        if sum(map(len, self._partitions.values())) != len(self._modules):
+        held = {name: layer for partition in self._partitions.values() for name, layer in partition._modules.items()}
+        if held != self._modules or sum(map(len, self._partitions.values())) != len(self._modules):
+            changed = [name for name in held | self._modules if held.get(name) is not self._modules.get(name)]
             raise RuntimeError(
-                "a layer was removed from pipe.partitions, and the pipe has it still: replace it in the pipe, "
-                "pipe[index] = nn.Identity()"
+                f"layers {changed} of pipe.partitions are not those of the pipe, which are trained and saved: replace "
+                "a layer in the pipe, pipe[index] = layer, for example by nn.Identity(); none can be added"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the pipe, or replaces the layer of that name."""
         if name in self._own_attributes:
             object.__setattr__(self, name, value)
-            return
-        children = self.__dict__.get("_modules", {})
-        if "_partitions" in self.__dict__ and name in children:
+        elif "_partitions" not in self.__dict__:
+            super().__setattr__(name, value)
+        elif name in self._modules:
             self._replace(name, value)
-            return
-        if "_partitions" in self.__dict__ and isinstance(value, nn.Module) and name not in self._refused_attributes:
+        elif name in self._refused_attributes:
+            raise AttributeError(f"{name!r} of a pipe cannot be changed: {self._anew}")
+        elif isinstance(value, nn.Module):
             raise AttributeError(
-                f"{name!r} is not among the layers of this pipe ({', '.join(children)}), and none can be added; "
+                f"{name!r} is not among the layers of this pipe ({', '.join(self._modules)}), and none can be added; "
                 "put the module into the nn.Sequential before it is wrapped"
             )
-        if "_partitions" in self.__dict__ and name in self._refused_attributes:
-            raise AttributeError(f"{name!r} of a pipe cannot be changed: {self._anew}")
-        super().__setattr__(name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         """Deletes an attribute; refuses to remove a layer."""
@@ -375,10 +357,9 @@ class WrappedModule:
             return []
         self._module = None
         return [
-            f"the {type(module).__name__} that this pipe was made of has other layers or hooks now; the pipe, its "
-            "parameters() and its state_dict() keep the layers that it was made of, and it calls these one by one. "
-            "Replace a layer in the pipe, pipe[index] = layer, before the optimizer is made; register hooks on the "
-            "pipe or on a layer"
+            f"the {type(module).__name__} that this pipe was made of has other layers or hooks now, and the pipe keeps "
+            "those that it was made of. Replace a layer in the pipe, pipe[index] = layer, before the optimizer is "
+            "made; register hooks on the pipe or on a layer"
         ]
 
 
@@ -406,7 +387,7 @@ def refuse_own_behaviour(module: nn.Sequential) -> None:
         )
 
 
-def doubts_about_hooks(partitions: Iterable[nn.Module]) -> list[str]:
+def uncalled_hooks(partitions: Iterable[nn.Module]) -> list[str]:
     """A text for each partition with hooks: layers are called one by one, so nothing calls the partition itself."""
     return [
         f"partitions[{number}] has hooks, which are not called, since its layers are called one by one: "

@@ -36,7 +36,6 @@ class _Slot:
     name: str
     tensor: Tensor
     kind: str
-    layer: nn.Module
 
     @property
     def registry(self) -> dict[str, Any]:
@@ -45,16 +44,8 @@ class _Slot:
             return self.module.__dict__
         return self.module._parameters if self.kind == "parameter" else self.module._buffers
 
-    def why(self) -> str:
-        """The reason why the tensor is not filled, for the error message."""
-        kind = type(self.module).__name__
-        reset = _reset_of(self.module, self.layer)
-        cause = "has no reset_parameters()" if reset is None else "does not fill it when it is reset"
-        unsaved = self.kind == "attribute" or (
-            self.kind == "buffer" and self.name not in torch_private.persistent_buffers(self.module)
-        )
-        where = f"{self.path}.{self.name}" if self.path else self.name
-        return f"{where}: {self.kind} of {kind}, which {cause}" + ("; not in a state_dict either" if unsaved else "")
+    def __str__(self) -> str:
+        return f"{self.path + '.' if self.path else ''}{self.name}: {self.kind} of {type(self.module).__name__}"
 
 
 def on_meta(layer: nn.Module) -> bool:
@@ -85,7 +76,7 @@ def materialize_layers(layers: Sequence[tuple[int, str, nn.Module]], device: tor
         key: from `draw_key`.
 
     Returns:
-        The names of the layers that cannot be initialised and stay on the meta device (see `why_not`).
+        The names of the layers that cannot be initialised and stay on the meta device (see `unfilled`).
 
     Raises:
         RuntimeError: another object refers to a tensor in a way that an exchange would break.
@@ -104,11 +95,11 @@ def materialize_layers(layers: Sequence[tuple[int, str, nn.Module]], device: tor
         try:
             # The values of a part of a model depend on the names of its modules, not on where the model is cut.
             with whole_parameters(layer, torch.device(device)):
-                _, unfilled = _initialised(layer, key if hasattr(layer, _OF_LIBRARY) else mix(key, index, 0))
+                is_left = _initialise(layer, key if hasattr(layer, _OF_LIBRARY) else mix(key, index, 0))
         except Exception as error:
             error.add_note(f"while layer {name!r}, which was built on the meta device, was initialised")
             raise
-        if unfilled:
+        if is_left:
             left.append(name)
         else:
             move_module(layer, torch.device(device))
@@ -148,22 +139,19 @@ def materialize_partitions(
     return left
 
 
-def why_not(layer: nn.Module) -> str:
-    """Why a layer on the meta device cannot be initialised, one line for each of the tensors.
+def unfilled(layer: nn.Module) -> str:
+    """The tensors of a layer on the meta device that nothing initialises, one line for each of them.
 
     Example:
         >>> class Scale(nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
         ...         self.scale = nn.Parameter(torch.ones(2, device="meta"))
-        >>> print(why_not(Scale()))
-        scale: parameter of Scale, which has no reset_parameters()
+        >>> print(unfilled(Scale()))
+        scale: parameter of Scale
     """
     with whole_parameters(layer, torch.device("meta")):
-        meta_memory, unfilled = _initialised(layer, 0)
-        if meta_memory is not None:
-            meta_memory.take_back()
-    return "\n".join(slot.why() for slot in unfilled)
+        return "\n".join(map(str, _initialise(layer, 0, keep=False)))
 
 
 def move(layer: nn.Module, device: torch.device) -> None:
@@ -199,26 +187,27 @@ def filling(layers: Sequence[tuple[nn.Module, torch.device]]) -> Iterator[None]:
                 meta_memory.take_back(*back)
 
 
-def _initialised(layer: nn.Module, seed: int) -> tuple[MetaMemory | None, list[_Slot]]:
-    """The filled memory of a layer, or the tensors that cannot be filled; then the layer is on meta as before."""
+def _initialise(layer: nn.Module, seed: int, *, keep: bool = True) -> list[_Slot]:
+    """Fills a layer in the host's memory; returns the tensors that cannot be, and then the layer is on meta as before.
+
+    Args:
+        layer: the layer.
+        seed: of its random values.
+        keep: whether a filled layer keeps its memory.
+    """
     slots = _slots(layer)
     missing = [slot for slot in slots if slot.tensor.is_meta]
-    hopeless = [slot for slot in missing if all(_reset_of(m, layer) is None for m in layer.modules() if _owns(m, slot))]
-    if hopeless:
-        return None, hopeless
     bare = {id(slot.tensor) for slot in missing}
     meta_memory = MetaMemory(layer, torch.device("cpu"))
+    left = missing
     try:
         with _as_in_a_constructor(seed):
             _reset(layer, slots, bare, meta_memory, seed)
-        unfilled = [slot for slot in missing if not _is_filled(slot, meta_memory)]
-    except BaseException:
-        meta_memory.take_back()
-        raise
-    if unfilled:
-        meta_memory.take_back()
-        return None, unfilled
-    return meta_memory, []
+        left = [slot for slot in missing if not _is_filled(slot, meta_memory)]
+    finally:
+        if left or not keep:
+            meta_memory.take_back()
+    return left
 
 
 def _reset(layer: nn.Module, slots: list[_Slot], bare: set[int], meta_memory: MetaMemory, seed: int) -> None:
@@ -267,14 +256,10 @@ def _is_filled(slot: _Slot, meta_memory: MetaMemory) -> bool:
 def _slots(layer: nn.Module) -> list[_Slot]:
     found = []
     for path, module in layer.named_modules():
-        kinds = (("parameter", module._parameters), ("buffer", module._buffers), ("attribute", module.__dict__))
-        for kind, registry in kinds:
-            found += [_Slot(module, path, n, t, kind, layer) for n, t in registry.items() if isinstance(t, Tensor)]
+        kinds = {"parameter": module._parameters, "buffer": module._buffers, "attribute": module.__dict__}
+        for kind, registry in kinds.items():
+            found += [_Slot(module, path, n, t, kind) for n, t in registry.items() if isinstance(t, Tensor)]
     return found
-
-
-def _owns(module: nn.Module, slot: _Slot) -> bool:
-    return any(inner is slot.module for inner in module.modules())
 
 
 def _reset_of(module: nn.Module, layer: nn.Module, seed: int = 0) -> Callable[[], object] | None:

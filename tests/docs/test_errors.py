@@ -23,11 +23,11 @@ REFUSED = {
     "a norm with running statistics in two partitions": "put them into one partition",
     "an `nn.Sequential` with a forward, parameters, buffers or hooks of its own": "pipe of its layers would leave out",
     "a layer, parameter or buffer that is added to a pipe": "cannot be registered in a pipe",
-    "another layer in `pipe.partitions`": "that is not the pipe's",
+    "another layer in `pipe.partitions`": "are not those of the pipe",
     "a layer draws from Python's `random`, numpy or a `torch.Generator` of its own, or counts calls": "another output",
     "a layer on an accelerator draws inside of fused attention or of an extension, or seeds the device, and none did "
     "in the first mini-batches": "by a kernel of an extension or of fused attention",
-    "`optimizer.step()` between forward and backward, with the loss outside": "modified by an inplace operation since",
+    "`optimizer.step()` between forward and backward, with the loss outside": "modified by an inplace operation",
     "`attach` to a model whose loss mixes rows, is a sum, or counts other labels than the weights say": (
         " of the sample is "
     ),

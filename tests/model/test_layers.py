@@ -57,19 +57,18 @@ def test_a_partition_that_was_given_another_layer_is_refused() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, devices=["cpu", "cpu"])
     first = pipe[0]
     pipe.partitions[0][0] = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match=r"partitions\[0\] has a layer '0' \(Linear\) that is not the pipe's"):
+    with pytest.raises(RuntimeError, match=r"layers \['0'\] of pipe\.partitions are not those of the pipe"):
         pipe(torch.ones(2, 2))
     pipe.partitions[0][0] = first
     pipe(torch.ones(2, 2))
     del pipe.partitions[1][0]
-    with pytest.raises(RuntimeError, match=r"a layer was removed from pipe\.partitions"):
+    with pytest.raises(RuntimeError, match=r"layers \['1'\] of pipe\.partitions are not those of the pipe"):
         pipe(torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("index", [slice(0, 2), slice(None, None, -1)])
-def test_slices_are_refused_with_a_line_that_works(index: slice) -> None:
-    with pytest.raises(TypeError, match=r"wanted the position of one layer; .* nn.Sequential\(\*list\(pipe\)\["):
-        layers()[index]
+def test_slices_are_refused_with_a_line_that_works() -> None:
+    with pytest.raises(TypeError, match=r"take one layer, pipe\[0\], or several, nn.Sequential\(\*list\(pipe\)\["):
+        layers()[0:2]
 
 
 def test_the_state_dict_may_have_layers_of_other_processes() -> None:
@@ -147,7 +146,7 @@ def appended(each: nn.Sequential) -> None:
 
 
 CHANGES: list[tuple[Callable[[nn.Sequential], object], str]] = [
-    (replaced, "has other layers or hooks now; the pipe, .* keep the layers that it was made of"),
+    (replaced, "has other layers or hooks now, and the pipe keeps those that it was made of"),
     (appended, "has other layers or hooks now"),
     (lambda each: each.register_forward_hook(lambda *_: None), "has other layers or hooks now"),
     (lambda each: each.register_full_backward_hook(lambda *_: None), "has other layers or hooks now"),
