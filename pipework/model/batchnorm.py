@@ -167,15 +167,16 @@ class DeferredBatchNorm(BatchNorm):
 
     def begin_mini_batch(self) -> None:
         """Discards the statistics of a mini-batch that failed. Until `commit`, forwards do not update by themselves."""
-        with self._collected.lock:
-            self._collected.moments.clear()
-            self._collected.is_managed = True
+        self._discard(is_managed=True)
 
     def abandon(self) -> None:
         """Discards the statistics of a mini-batch that failed; forwards update by themselves again."""
+        self._discard(is_managed=False)
+
+    def _discard(self, *, is_managed: bool) -> None:
         with self._collected.lock:
             self._collected.moments.clear()
-            self._collected.is_managed = False
+            self._collected.is_managed = is_managed
 
     def commit(self) -> None:
         """Updates the running statistics with the collected ones, if there are any."""
@@ -207,17 +208,14 @@ class DeferredBatchNorm(BatchNorm):
             if self.momentum is None:
                 weight = 1.0 / float(self.num_batches_tracked)
         # A micro-batch without rows has no mean; and the module may have been moved since its first micro-batch.
-        groups = [
-            Moments(group.count, group.mean.to(mean.device), group.deviations.to(mean.device))
-            for group in groups
-            if group.count
-        ]
+        where = mean.device
+        groups = [Moments(g.count, g.mean.to(where), g.deviations.to(where)) for g in groups if g.count]
         self._collected.moments.clear()
         if groups:
-            if is_accelerator(mean.device):
+            if is_accelerator(where):
                 # The workers' streams have allocated the statistics, and the caller's reads them.
                 own = [tensor for group in groups for tensor in (group.mean, group.deviations)]
-                record_on(torch.accelerator.current_stream(mean.device), own)
+                record_on(torch.accelerator.current_stream(where), own)
             whole = merged(groups)
             mean.copy_((1 - weight) * mean + weight * whole.mean)
             variance.copy_((1 - weight) * variance + weight * (whole.deviations / (whole.count - 1)))
@@ -264,7 +262,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
     """
     _checked(chunks)
     replacements = {
-        id(found): _as_unit(found, _deferred(found, chunks))
+        id(found): _deferred(found, chunks)
         for found in module.modules()
         if isinstance(found, BatchNorm) and _is_to_be_replaced(found, chunks)
     }
@@ -288,26 +286,21 @@ def _is_to_be_replaced(batch_norm: BatchNorm, chunks: int) -> bool:
     return is_ordinary and batch_norm.track_running_stats and batch_norm.running_mean is not None
 
 
-def _deferred(batch_norm: BatchNorm, chunks: int) -> DeferredBatchNorm:
+def _deferred(batch_norm: BatchNorm, chunks: int) -> nn.Module:
     """A deferred batch norm that takes over all attributes, parameters, buffers and hooks."""
     deferred = DeferredBatchNorm.__new__(DeferredBatchNorm)
     deferred.__dict__.update(batch_norm.__dict__)
     replaces = batch_norm._replaces if isinstance(batch_norm, DeferredBatchNorm) else _class_of(batch_norm)
     deferred._prepare(chunks, replaces)
-    return deferred
+    same_unit: Any = getattr(batch_norm, "same_unit", None)  # of a unit in a part of a model
+    replacement: nn.Module = deferred if same_unit is None else same_unit(deferred)
+    return replacement
 
 
 def _class_of(batch_norm: BatchNorm) -> type[BatchNorm]:
     """Its class; of a unit of a part that of the model's own module."""
     own: type[BatchNorm] = getattr(batch_norm, "own_class", type(batch_norm))
     return own
-
-
-def _as_unit(batch_norm: BatchNorm, deferred: DeferredBatchNorm) -> nn.Module:
-    """In a part of a model the replacement is the same unit."""
-    unit_of: Any = getattr(batch_norm, "same_unit", None)
-    replacement: nn.Module = deferred if unit_of is None else unit_of(deferred)
-    return replacement
 
 
 def _checked(chunks: int) -> int:

@@ -71,7 +71,7 @@ WARNED_OF = {
     "hooks of a partition": "has hooks, which are not called",
     "a module that was compiled as a whole": "was called before the pipe was made, which calls the layers one by one",
     "a pipe without the mesh": "this pipe has no mesh: each process trains",
-    "other layers or hooks": "keep the layers that it was made of",
+    "other layers or hooks": "those that it was made of",
     "losses on which backward() is never called": "loss.backward() was called on none of the first ",
     "targets are padded unequally": "loss_weight=lambda target: (target != ",
     "is no mean over rows": "mean over rows",

@@ -1,6 +1,7 @@
 import copy
 import inspect
 import pickle
+import re
 import threading
 
 import pytest
@@ -105,20 +106,19 @@ class TestEqualToBatchNormOnTheWholeMiniBatch:
         torch.testing.assert_close(deferred.running_mean.float(), batch.float().mean(0), rtol=tolerance, atol=0)
         torch.testing.assert_close(deferred.running_var.float(), batch.float().var(0), rtol=tolerance, atol=0)
 
-    @pytest.mark.parametrize("input_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-    @pytest.mark.parametrize("parameter_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("parameter_dtype", [torch.bfloat16, torch.float32, torch.float64])
     def test_mixed_types_work_where_they_work_in_batch_norm(self, input_dtype, parameter_dtype):
         ordinary = nn.BatchNorm1d(3, dtype=parameter_dtype)
         deferred = convert_deferred_batch_norm(copy.deepcopy(ordinary), 1)
         batch = torch.randn(8, 3, dtype=input_dtype)
-        outcomes = []
-        for batch_norm in (ordinary, deferred):
-            try:
-                outcomes.append(batch_norm(batch).tolist())
-            except RuntimeError as error:
-                outcomes.append(str(error))
-        assert outcomes[0] == outcomes[1]
-        if isinstance(outcomes[0], list):
+        try:
+            expected = ordinary(batch)
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match=re.escape(str(error))):
+                deferred(batch)
+        else:
+            assert torch.equal(deferred(batch), expected)
             same_statistics(deferred, ordinary, tolerance=1e-5 if parameter_dtype.itemsize > 2 else 1e-2)
 
     def test_autocast(self):
@@ -149,12 +149,6 @@ class TestEachMicroBatch:
         deferred = DeferredBatchNorm(2, dtype=torch.float64)
         x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradgradcheck(lambda x: deferred(x).tanh(), (x,))
-
-    def test_committing_does_not_disturb_its_backward(self):
-        deferred = DeferredBatchNorm(3, chunks=1)
-        first, second = (deferred(torch.randn(4, 3)) for _ in range(2))
-        (first.pow(3).sum() + second.pow(3).sum()).backward()
-        assert deferred.weight.grad is not None
 
     def test_too_few_values_are_the_error_of_batch_norm(self):
         deferred = DeferredBatchNorm(3)
@@ -187,37 +181,21 @@ class TestCommit:
             ordinary(batch)
             same_statistics(deferred, ordinary)
 
-    def test_waits_for_the_last_of_the_chunks(self):
-        deferred = DeferredBatchNorm(3, chunks=4)
-        before = statistics(deferred)
-        for _ in range(3):
-            deferred(torch.randn(4, 3))
-        assert unchanged(deferred, before)
-        deferred(torch.randn(4, 3))
-        assert not unchanged(deferred, before)
-
-    def test_does_not_come_by_itself_when_somebody_else_commits(self):
+    def test_comes_once_and_only_from_outside_in_a_mini_batch_of_a_pipe(self):
         deferred = DeferredBatchNorm(3, chunks=2)
         before = statistics(deferred)
+        deferred.commit()  # nothing was collected
         deferred.begin_mini_batch()
         for _ in range(5):
             deferred(torch.randn(4, 3))
         assert unchanged(deferred, before)
-        deferred.commit()
+        for _ in range(2):
+            deferred.commit()
+            assert deferred.num_batches_tracked == 1
+        deferred(torch.randn(4, 3))
         assert deferred.num_batches_tracked == 1
         deferred(torch.randn(4, 3))
-        deferred(torch.randn(4, 3))
         assert deferred.num_batches_tracked == 2  # by itself again
-
-    def test_has_no_effect_if_nothing_was_collected(self):
-        deferred = DeferredBatchNorm(3)
-        before = statistics(deferred)
-        deferred.commit()
-        run(deferred, torch.randn(4, 3), [2, 2])
-        after = statistics(deferred)
-        deferred.commit()
-        assert unchanged(deferred, after)
-        assert not unchanged(deferred, before)
 
     def test_what_a_failed_mini_batch_left_is_forgotten(self):
         ordinary, deferred = nn.BatchNorm1d(3, dtype=torch.float64), DeferredBatchNorm(3, dtype=torch.float64)
@@ -251,13 +229,6 @@ class TestCommit:
             compiled(torch.randn(4, 3))
         compiled(torch.randn(4, 3))
         assert len(deferred._collected.moments) == 2
-
-    def test_statistics_keep_their_tensors(self):
-        deferred = DeferredBatchNorm(3)
-        buffers = list(deferred.buffers())
-        deferred(torch.randn(4, 3))
-        assert all(left is right for left, right in zip(deferred.buffers(), buffers, strict=True))
-        assert not any(buffer.requires_grad for buffer in buffers)
 
     def test_without_a_count_of_batches(self):
         """As after loading the state of a very old version."""
@@ -308,17 +279,6 @@ class TestWhatIsCollected:
         ordinary(batch)
         same_statistics(twin, ordinary)
         assert unchanged(deferred, before)
-
-    def test_is_shared_by_shallow_copies(self):
-        ordinary, deferred = nn.BatchNorm1d(3, dtype=torch.float64), DeferredBatchNorm(3, dtype=torch.float64)
-        view = View(deferred).module
-        batch = torch.randn(6, 3, dtype=torch.float64)
-        ordinary(batch)
-        deferred.begin_mini_batch()
-        deferred(batch[:4])
-        view(batch[4:])
-        deferred.commit()
-        same_statistics(deferred, ordinary)
 
     def test_loses_nothing_between_threads(self):
         deferred = DeferredBatchNorm(3, momentum=None, chunks=2, dtype=torch.float64)
@@ -381,28 +341,17 @@ class TestConvert:
         assert calls == ["hook"]
 
     def test_at_any_depth_and_at_the_top(self):
-        model = nn.ModuleDict({"a": nn.Sequential(nn.ReLU(), nn.BatchNorm2d(2)), "b": nn.BatchNorm3d(2)})
+        shared, deferred = nn.BatchNorm1d(2), DeferredBatchNorm(2, chunks=2)
+        blocks = nn.Sequential(nn.ReLU(), nn.BatchNorm2d(2), shared, deferred)
+        model = nn.ModuleDict({"a": blocks, "b": nn.BatchNorm3d(2), "c": shared})
+        blocks.register_module("missing", None)
         convert_deferred_batch_norm(model, 2)
-        assert type(model["a"][1]) is type(model["b"]) is DeferredBatchNorm
-        assert type(convert_deferred_batch_norm(nn.BatchNorm1d(2), 2)) is DeferredBatchNorm
+        assert type(blocks[1]) is type(model["b"]) is type(model["c"]) is DeferredBatchNorm
+        assert blocks[2] is model["c"]
+        assert blocks[3] is deferred
+        convert = DeferredBatchNorm.convert_deferred_batch_norm  # as older libraries call it
+        assert (type(convert(nn.BatchNorm1d(2), 3)), convert(nn.BatchNorm1d(2)).chunks) == (DeferredBatchNorm, 1)
         assert convert_deferred_batch_norm(relu := nn.ReLU(), 2) is relu
-
-    def test_as_a_method_of_the_class(self):
-        model = DeferredBatchNorm.convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm1d(2)), 3)
-        assert (type(model[0]), model[0].chunks) == (DeferredBatchNorm, 3)
-        assert DeferredBatchNorm.convert_deferred_batch_norm(nn.BatchNorm1d(2)).chunks == 1
-
-    def test_one_instance_at_two_places_stays_one(self):
-        shared = nn.BatchNorm1d(2)
-        model = convert_deferred_batch_norm(nn.Sequential(shared, nn.Sequential(shared), nn.BatchNorm1d(2)), 2)
-        assert type(model[0]) is DeferredBatchNorm
-        assert model[0] is model[1][0]
-        assert model[0] is not model[2]
-
-    def test_is_idempotent_for_equal_chunks(self):
-        model = convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm2d(2)), 1000)
-        deferred = model[0]
-        assert convert_deferred_batch_norm(model, int("1000"))[0] is deferred
 
     def test_another_number_of_chunks_converts_again(self):
         model = convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm2d(2)), 2)
@@ -447,12 +396,6 @@ class TestConvert:
         with pytest.raises(ValueError, match=rf"^number of chunks must be positive integer, got {chunks!r}$"):
             DeferredBatchNorm(2, chunks=chunks)
 
-    def test_missing_children(self):
-        model = nn.Sequential(nn.BatchNorm1d(2))
-        model.register_module("1", None)
-        convert_deferred_batch_norm(model, 2)
-        assert type(model[0]) is DeferredBatchNorm
-
 
 def test_a_pipe_that_cannot_be_made_leaves_the_module_as_it_was():
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -463,17 +406,15 @@ def test_a_pipe_that_cannot_be_made_leaves_the_module_as_it_was():
     assert module[1] is batch_norm
 
 
-def test_repr():
-    assert repr(DeferredBatchNorm(3, chunks=4)).endswith("track_running_stats=True, chunks=4)")
-
-
 @pytest.mark.skipif("bias" not in inspect.signature(nn.BatchNorm1d).parameters, reason="PyTorch 2.11 has no bias=False")
 def test_without_bias():
     assert DeferredBatchNorm(3, bias=False).bias is None
 
 
-def test_not_affine():
-    assert list(DeferredBatchNorm(3, affine=False).parameters()) == []
+def test_not_affine_and_its_repr():
+    deferred = DeferredBatchNorm(3, affine=False, chunks=4)
+    assert list(deferred.parameters()) == []
+    assert repr(deferred).endswith("track_running_stats=True, chunks=4)")
 
 
 @pytest.mark.gpu
