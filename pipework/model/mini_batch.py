@@ -6,6 +6,8 @@ joined, and so are the gradients of the pieces of its inputs.
 
 from __future__ import annotations
 
+import functools
+import operator
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,8 +148,9 @@ class MiniBatch:
         """
         named = {f"input {n}": value for n, value in enumerate(arguments)}
         named |= {f"input {name!r}": value for name, value in keywords.items()}
-        counts = {name: len(value) for name, value in named.items() if isinstance(value, MicroBatches)}
-        (first, count), *others = counts.items()
+        (first, count), *others = [
+            (name, len(value)) for name, value in named.items() if isinstance(value, MicroBatches)
+        ]
         for name, other in others:
             if other != count:
                 raise ValueError(f"{first} has {count} micro-batches and {name} has {other}: wanted equally many")
@@ -165,14 +168,15 @@ class MiniBatch:
         numbers = {key: number for number, key in enumerate(tensors)}
         places = tuple([tuple([numbers[id(tensor)] for tensor in value.tensors]) for value in values])
         there = tuple([tensor if device is None else moved(tensor, device) for tensor in tensors.values()])
+
+        def leaf(tensor: Tensor) -> Tensor:
+            return tensor.detach().requires_grad_(tensor.requires_grad)
+
         return cls(
             there,
             [
-                (
-                    tuple([there[place].detach().requires_grad_(there[place].requires_grad) for place in own]),
-                    of.structure,
-                )
-                for own, of in zip(places, values, strict=True)
+                (tuple([leaf(there[place]) for place in own]), value.structure)
+                for own, value in zip(places, values, strict=True)
             ],
             [value.rows for value in values],
             InputPieces(tuple([t.shape for t in there]), places, (None,) * len(there), (WHOLE,) * len(there)),
@@ -225,11 +229,9 @@ class MiniBatch:
                 f"the inputs have {len(self.rows)} micro-batches and the target has {len(target)}: wanted one for each"
             )
         values = _for_each({"the target": target}, len(self.rows), lambda values: values[0])
-        messages: list[Message] = []
-        for value in values:
-            for tensor in value.tensors:
-                _refuse_gradient(tensor)
-            messages.append((tuple([moved(tensor.detach(), device) for tensor in value.tensors]), value.structure))
+        for tensor in [tensor for value in values for tensor in value.tensors]:
+            _refuse_gradient(tensor)
+        messages = [(tuple([moved(t.detach(), device) for t in value.tensors]), value.structure) for value in values]
         # Where targets differ in other sizes, too, a mean need not be one over rows.
         alike = len({tuple([tensor.shape[1:] for tensor in value.split]) for value in values}) == 1
         pairs = zip(self.rows, values, strict=True)
@@ -272,10 +274,9 @@ def split(
     """
     if has_micro_batches(arguments, keywords):
         return MiniBatch.of_caller(arguments, keywords, device)
-    if len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor):
-        flat = flattened(arguments[0])  # a single tensor is sent without the structure of a call
-    else:
-        flat = flattened((arguments, keywords))
+    # A single tensor is sent without the structure of a call.
+    is_single = len(arguments) == 1 and not keywords and isinstance(arguments[0], Tensor)
+    flat = flattened(arguments[0] if is_single else (arguments, keywords))
     layout = Layout() if layout is None else layout
     dims, rows, learned = layout.of_inputs(arguments, keywords, flat, chunks)
     sizes = _even_sizes(rows, max(1, min(chunks, rows)))
@@ -435,15 +436,21 @@ def _cut_target(
             "not are split along dimension 0"
         )
     tensors, structure, _ = flat = flattened(target)
-    total = sum(rows)
-    dims = layout.of_target(target, flat, total)
-    columns = []
-    for tensor, dim in zip(tensors, dims, strict=True):
+    total, columns = sum(rows), []
+    for tensor, dim in zip(tensors, layout.of_target(target, flat, total), strict=True):
         _refuse_gradient(tensor)
         if dim != WHOLE and not is_dense(tensor):
             raise not_dense("a target tensor", tensor)
         if dim != WHOLE and tensor.shape[dim : dim + 1] != (total,):
-            raise _other_rows(total, tuple(tensor.shape), *readers)
+            first, last, same = "", "", ""
+            if readers[0] != readers[1]:
+                first, last = (f" on rank {reader}" for reader in readers)
+                same = " Give all ranks of a pipe the same data in the same order, such as by pipe.sampler(dataset)."
+            raise ValueError(
+                f"the inputs{first} have {total} rows and a target tensor{last} has shape {tuple(tensor.shape)}: "
+                f"wanted as many rows.{same} Wrap a tensor that has its rows in another dimension in Chunk(value, "
+                "dim=...), and one that every micro-batch should get whole in NoChunk"
+            )
         columns.append(_leaves(moved(tensor, device), None if dim == WHOLE else rows, dim, len(rows)))
     return [(pieces, structure) for pieces in (zip(*columns, strict=True) if columns else [()] * len(rows))]
 
@@ -454,21 +461,6 @@ def _refuse_gradient(target: Tensor) -> None:
             f"a target tensor of shape {tuple(target.shape)} requires a gradient, which it would not get: "
             "detach() it, or give it to the pipe as an input"
         )
-
-
-def _other_rows(rows: int, shape: tuple[int, ...], first: int | None, last: int | None) -> ValueError:
-    on_first, on_last, same = "", "", ""
-    if first != last:
-        on_first, on_last = f" on rank {first}", f" on rank {last}"
-        same = (
-            " Give all ranks of a pipe the same data in the same order, such as by pipe.sampler(dataset); a "
-            "DistributedSampler needs num_replicas=pipe.data_parallel_size and rank=pipe.data_parallel_rank."
-        )
-    return ValueError(
-        f"the inputs{on_first} have {rows} rows and a target tensor{on_last} has shape {shape}: wanted as many rows."
-        f"{same} Wrap a tensor that has its rows in another dimension in Chunk(value, dim=...), and one that every "
-        "micro-batch should get whole in NoChunk"
-    )
 
 
 def _even_sizes(rows: int, count: int) -> list[int]:
@@ -500,16 +492,18 @@ def _joined_gradient(
     present = [gradient for gradient in column if gradient is not None]
     if not present:
         return None
-    like, *others = present
+    like = present[0]
     if sizes is None:
-        for gradient in others:
-            like = like + gradient
-        return like
+        return _total(present)
     pieces = [
         like.new_zeros((*shape[:dim], rows, *shape[dim + 1 :])) if gradient is None else gradient
         for rows, gradient in zip(sizes, column, strict=True)
     ]
     return torch.cat(pieces, dim)
+
+
+def _total(tensors: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(operator.add, tensors)
 
 
 def _cut_gradient(
@@ -523,8 +517,5 @@ def _cut_gradient(
 
 def _joined(column: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     if column[0].dim() == 0:
-        total = column[0] * shares[0]
-        for part, share in zip(column[1:], shares[1:], strict=True):
-            total = total + part * share
-        return total
+        return _total([part * share for part, share in zip(column, shares, strict=True)])
     return torch.cat(list(column)) if len(column) > 1 else column[0]

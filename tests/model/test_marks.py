@@ -127,7 +127,7 @@ def test_rows_weigh_a_loss_only_if_nothing_else_can(targets: Any, rows: list[int
         (
             lambda p: p(MicroBatches([A, C]), target=MicroBatches([A, C])),
             ValueError,
-            r"rows do not say.*\(3, 4\)\).*loss_weight=torch.numel.*loss_reduction='sum'",
+            r"rows do not say.*\(3, 4\).*loss_weight=torch.numel.*loss_reduction='sum'",
         ),
     ],
 )
