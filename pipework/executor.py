@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ from pipework.skip.layout import skip_edges, verify_skippables
 from pipework.spot_checks import FIRST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
 CHECK_FINITE: Final = "check_finite"
 ONE_THREAD: Final = "one_thread"
-_FIRST_CHECKS = frozenset({"inputs", "loss"})  # at what to look in the first mini-batch that is cut
 
 
 def checked_debug(debug: str | Iterable[str]) -> frozenset[str]:
@@ -100,6 +99,20 @@ class Settings:
     warns: bool = True
 
 
+class PreparedBatch(NamedTuple):
+    """A mini-batch in micro-batches.
+
+    Attributes:
+        split: the inputs.
+        targets: of the micro-batches; None: the loss is outside.
+        loss: of the micro-batches, with their weights; None: it is outside.
+    """
+
+    split: MiniBatch
+    targets: list[Message] | None
+    loss: InnerLoss | None
+
+
 class Executor:
     """Runs the mini-batches of a pipe, and lives as long as it. Its engine is made at the first one.
 
@@ -134,13 +147,17 @@ class Executor:
         self._device_types = sorted({"cpu", *(device.type for device in assignment.devices)})
         self.skips = self._skips_between(partitions)
         self._programs: dict[tuple[int, str, bool], Program] = {}
-        self._first_checks = _FIRST_CHECKS
-        self._output_rows = OutputRows()
+        self._expect_new_layers()
         self._undelivered = UndeliveredLosses()
         self._scaler_checks = FIRST
         self._deferred: list[DeferredBatchNorm] = []
         self._engine: Engine | None = None
         self._make_locks()
+
+    def _expect_new_layers(self) -> None:
+        """The next mini-batch that is cut shows how the layers treat rows, and whether the loss is a mean of rows."""
+        self._checks_inputs = self._checks_loss = True
+        self._output_rows = OutputRows()
 
     def _make_locks(self) -> None:
         self._engine_lock = threading.Lock()
@@ -160,14 +177,14 @@ class Executor:
         inputs: tuple[Any, ...],
         keyword_inputs: dict[str, Any],
         target: Any,
-        doubts: list[str],
+        warnings: list[str],
         *,
         training: bool,
         return_output: bool,
         everywhere: bool,
         loss_scale: Any = None,
     ) -> Any:
-        """One mini-batch; see `Pipe.forward`. `training` is the pipe's flag; `doubts` gets what is to be warned of."""
+        """One mini-batch; see `Pipe.forward`. `training` is the pipe's flag; `warnings` gets the texts of warnings."""
         if self._backend.is_whole and return_output and target is None:
             raise _output_without_loss()
         scale = checked_scale(loss_scale, self._devices[-1])
@@ -181,7 +198,7 @@ class Executor:
             inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
         own = self._split(inputs, keyword_inputs) if reads else None
         if self._engine is None:
-            doubts += uncalled_hooks(self._partitions.values())
+            warnings += uncalled_hooks(self._partitions.values())
         engine = self.engine_in_use()
         if context.is_checkpointing:
             self._refuse_checkpoint_around([] if own is None else own.tensors)
@@ -200,28 +217,26 @@ class Executor:
         )
         split = own if self._backend.is_first else None
         call = self._backend.begin(call, split, passed, own_target)
-        inside = call.has_target
-        split = split or MiniBatch.elsewhere(
-            call.rows, call.micro_batches, call.given
-        )  # another process has its tensors
+        split = split or MiniBatch.elsewhere(call.rows, call.micro_batches, call.given)  # another process has it
         own = own or split
+        inside, trains, warns = call.has_target, training and context.grad, self.settings.warns
         targets, weighing = None, split.rows
         if inside and self._backend.is_last:
             targets, weighing = split.targets(target, self._devices[-1], self._end_ranks, self._known_layout)
-        micro_batches = len(split.rows)
-        trains = training and context.grad
         try:
-            program = self._program(micro_batches, self.settings.checkpoint if trains else "never", inside=inside)
+            mode = self.settings.checkpoint if trains else "never"
+            program = self._program(len(split.rows), mode, inside=inside)
         except ValueError as error:  # a schedule of the caller's own is for fewer micro-batches
             raise self._backend.common_error(error) from None
-        if not inside and trains:
-            self._refuse_loss_outside(program, everywhere=everywhere)
-        self._refuse_misplaced(call, return_output=return_output, scaled=loss_scale is not None)
-        checks = self._first_checks if self.settings.warns and split.is_cut and micro_batches > 1 else frozenset[str]()
+        self._refuse_wrong_target(
+            program, call, return_output, loss_scale is not None, trains, everywhere
+        )
+        shows = warns and split.is_cut and len(split.rows) > 1  # how the layers and the loss treat rows
         inner, padding = None, None
         if inside:
-            if targets is not None and self.settings.warns:
+            if targets is not None and warns:
                 padding = self.settings.loss.padding_warning(targets, weighing)
+            checks_loss = shows and self._checks_loss and targets and may_be_other(self.settings.loss.function)
             inner = self.settings.loss.inner(
                 targets,
                 weighing,
@@ -229,7 +244,7 @@ class Executor:
                 grad=context.grad,
                 keeps_output=return_output,
                 scale=scale,
-                seen=[] if targets and "loss" in checks and may_be_other(self.settings.loss.function) else None,
+                seen=[] if checks_loss else None,
             )
         key = Key(call.key)
         if training:
@@ -256,14 +271,12 @@ class Executor:
             versions=BatchVersions(split.tensors, split.slices),
         )
         returned: list[Message] = []
-        collecting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._deferred:
-            collecting = self._mini_batch_of_batch_norms(engine.lock)
-        if "inputs" in checks:
-            watching = self._rows_watched(engine.lock, split.rows, doubts)
         try:
-            with collecting, watching:
+            with contextlib.ExitStack() as stack:
+                if self._deferred:
+                    stack.enter_context(self.mini_batch_of_batch_norms(engine.lock))
+                if shows and self._checks_inputs:
+                    stack.enter_context(self._rows_watched(engine.lock, split.rows, warnings))
                 if inside:
                     results, returned = step.run(split.micro_batches, targets or [])
                 else:
@@ -275,49 +288,45 @@ class Executor:
         self._backend.share_key(call, key)
         if own.learned is not None:  # not before: a call that fails has shown nothing
             self._known_layout.learn(own.learned)
-            doubts += own.learned.doubts if self.settings.warns and self._backend.is_first else []
+            warnings += own.learned.doubts if warns and self._backend.is_first else []
         rooted = not self._backend.is_whole
+        outputs = results
         if inner is not None:
-            has_output = return_output and (everywhere or self._backend.is_last)
             # A process that has nothing to train may leave its backward out.
-            has_backward = trains and (gradients != 0 or any(step.parameters(stage) for stage in step.stages))
-            arrived = self._backend.expect_backward() if has_backward else None
+            has_backward = trains and (gradients != 0 or any(map(step.parameters, step.stages)))
             shared = LossInside(
                 step,
                 own.pieces.join,
                 returned,
                 inner.scale_in(results[0][0][0].dtype),
-                arrived,
+                self._backend.expect_backward() if has_backward else None,
                 lacks_scaler=has_backward and loss_scale is None and self._lacks_scaler(step, context),
             )
-            if self.settings.warns and has_backward:
-                doubts += self._undelivered.doubts()
+            if warns and has_backward:
+                warnings += self._undelivered.doubts()
                 self._undelivered.add(shared)
-            outputs = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
-            doubts += loss_warnings(self.settings.loss, inner, split.rows, padding)
-            self._first_checks -= checks & {"loss"}
+            warnings += loss_warnings(self.settings.loss, inner, split.rows, padding)
+            self._checks_loss &= not shows
             parts = [tensors[0] for tensors, _ in results]
             loss = total(parts)
             if any(part.requires_grad for part in parts):
                 end = None if shared.arrived is None else shared.end
                 (loss,) = attach(shared, own.tensors, (loss,), (True,), step.stages, rooted=rooted, arrived=end)
-            output = None
-            if outputs:
-                joined = split.joined(outputs)
-                output = joined.value(joined.tensors)
-                if self.settings.warns and split.is_cut:
-                    doubts += self._output_rows.warnings(outputs, split.rows)
-            return (loss, output) if return_output else loss
-        if not results:
-            return None
-        joined = split.joined(results)
-        if self.settings.warns and split.is_cut:
-            doubts += self._output_rows.warnings(results, split.rows)
-        tensors = joined.tensors
-        if context.grad and any(joined.differentiable):
-            backward = LossOutside(step, cut=joined.cut, join=own.pieces.join)
-            tensors = attach(backward, own.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
-        return joined.value(tensors)
+            if not return_output:
+                return loss
+            has_output = everywhere or self._backend.is_last
+            outputs = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
+        output = None
+        if outputs:
+            joined = split.joined(outputs)
+            if warns and split.is_cut:
+                warnings += self._output_rows.warnings(outputs, split.rows)
+            tensors = joined.tensors
+            if inner is None and context.grad and any(joined.differentiable):
+                backward = LossOutside(step, cut=joined.cut, join=own.pieces.join)
+                tensors = attach(backward, own.tensors, tensors, joined.differentiable, step.stages, rooted=rooted)
+            output = joined.value(tensors)
+        return output if inner is None else (loss, output)
 
     @property
     def _devices(self) -> Sequence[torch.device]:
@@ -330,34 +339,45 @@ class Executor:
         placement = self._assignment.placement
         return self._backend.rank_of(placement[0]), self._backend.rank_of(placement[-1])
 
-    def _refuse_loss_outside(self, program: Program, *, everywhere: bool) -> None:
-        """Raises an error if a step with gradients and without a target cannot be run."""
-        _, reader = self._end_ranks
-        if not program.loss_may_be_outside:
-            missing = self.settings.loss.missing_target(program.schedule.name, reader=reader)
-            raise self._backend.common_error(missing)
-        if reader is not None and not everywhere:
-            raise self._backend.common_error(self.settings.loss.outside_of_one_rank(reader))
+    def _refuse_wrong_target(
+        self,
+        program: Program,
+        call: StepCall,
+        return_output: bool,
+        scaled: bool,
+        trains: bool,
+        everywhere: bool,
+    ) -> None:
+        """Raises an error if a target is missing, or where nobody reads it, or if what it is needed for is asked for.
 
-    def _refuse_misplaced(self, call: StepCall, *, return_output: bool, scaled: bool) -> None:
-        """Raises an error if a target is where nobody reads it, or an output or a scale is for a loss that is none."""
-        if call.target_is_unread:
-            first, last = self._end_ranks
-            raise self._backend.common_error(
-                ValueError(
-                    f"a target was given on rank {first}, and none on rank {last}, which has the last stage and reads "
-                    "it: give it there"
-                )
+        Args:
+            program: of the mini-batch.
+            call: what all processes know of it.
+            return_output: see `Pipe.forward`.
+            scaled: whether there is a `loss_scale`.
+            trains: whether there will be a backward.
+            everywhere: whether every process gets the outputs.
+        """
+        first, last = self._end_ranks
+        loss, error = self.settings.loss, None
+        if trains and not call.has_target and not program.loss_may_be_outside:
+            error = loss.missing_target(program.schedule.name, reader=last)
+        elif trains and not call.has_target and last is not None and not everywhere:
+            error = loss.outside_of_one_rank(last)
+        elif call.target_is_unread:
+            error = ValueError(
+                f"a target was given on rank {first}, and none on rank {last}, which has the last stage and reads it: "
+                "give it there"
             )
-        if return_output and not call.has_target:
-            raise self._backend.common_error(_output_without_loss())
-        if scaled and not call.has_target:
-            raise self._backend.common_error(
-                ValueError(
-                    "loss_scale= multiplies the loss of pipe(x, target=y), and there is no target: multiply a loss "
-                    "that is computed outside of the pipe yourself"
-                )
+        elif return_output and not call.has_target:
+            error = _output_without_loss()
+        elif scaled and not call.has_target:
+            error = ValueError(
+                "loss_scale= multiplies the loss of pipe(x, target=y), and there is no target: multiply a loss that is "
+                "computed outside of the pipe yourself"
             )
+        if error is not None:
+            raise self._backend.common_error(error)
 
     def _lacks_scaler(self, step: Step, context: CallerContext) -> bool:
         """Whether float16 gradients were computed without a scale; looked at in the first training steps."""
@@ -367,42 +387,33 @@ class Executor:
         dtypes = {parameter.dtype for stage in step.stages for parameter in step.parameters(stage)}
         return torch.float16 in dtypes.union(autocast.dtype for autocast in context.autocasts)
 
-    def predict(
-        self,
-        inputs: tuple[Any, ...],
-        keyword_inputs: dict[str, Any],
-        target: Any,
-        *,
-        optimizer: torch.optim.Optimizer | float | None,
-        timeout: float,
-        progress: Callable[[str], None] | None,
-    ) -> Prediction:
-        """See `Pipe.predict`."""
-        from pipework.planning.measuring.predict import predict_step  # a step needs nothing of planning
-
+    def prepared(
+        self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any, *, grad: bool, keeps_output: bool
+    ) -> PreparedBatch:
+        """A mini-batch in micro-batches, to be run without the workers, in a process that reads inputs and target."""
         inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
         split = self._split(inputs, keyword_inputs)
-        count = len(split.micro_batches)
+        if target is None:
+            return PreparedBatch(split, None, None)
+        device = self._devices[-1]
+        targets, weighing = split.targets(target, device, layout=self._known_layout)
+        loss = self.settings.loss.inner(targets, weighing, device, grad=grad, keeps_output=keeps_output)
+        return PreparedBatch(split, targets, loss)
+
+    def predict(
+        self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any, **options: Any
+    ) -> Prediction:
+        """See `Pipe.predict`, which has the options."""
+        from pipework.planning.measuring.predict import predict_step  # a step needs nothing of planning
+
+        batch = self.prepared(inputs, keyword_inputs, target, grad=True, keeps_output=False)
+        count = len(batch.split.micro_batches)
         plain = Program(self._assignment.schedule(count))
         if target is None and not plain.loss_may_be_outside:
             raise self.settings.loss.missing_target(plain.schedule.name, call="pipe.predict")
-        targets: list[Message] | None = None
-        loss: InnerLoss | None = None
-        if target is not None:
-            targets, weighing = split.targets(target, self._devices[-1], layout=self._known_layout)
-            loss = self.settings.loss.inner(targets, weighing, self._devices[-1], grad=True, keeps_output=False)
-        return predict_step(
-            list(self._partitions.values()),
-            self._devices,
-            self._program(count, self.settings.checkpoint, inside=target is not None).schedule,
-            split,
-            targets,
-            loss,
-            self.settings.tuples,
-            optimizer=optimizer,
-            timeout=timeout,
-            progress=progress,
-        )
+        schedule = self._program(count, self.settings.checkpoint, inside=target is not None).schedule
+        stages = list(self._partitions.values())
+        return predict_step(stages, self._devices, schedule, *batch, self.settings.tuples, **options)
 
     def schedule(self, micro_batches: int | None) -> Schedule:
         """See `Pipe.schedule`."""
@@ -415,8 +426,7 @@ class Executor:
     def layer_replaced(self) -> None:
         """The stages still run the layer that was there before: the next mini-batch makes and checks them again."""
         self._engine = None
-        self._first_checks = _FIRST_CHECKS
-        self._output_rows = OutputRows()
+        self._expect_new_layers()
         self._layout = self._layout if self._layout_is_fixed else None
 
     def engine_in_use(self) -> Engine:
@@ -507,28 +517,27 @@ class Executor:
             )
 
     @contextlib.contextmanager
-    def _mini_batch_of_batch_norms(self, lock: threading.Lock) -> Iterator[None]:
+    def mini_batch_of_batch_norms(self, lock: threading.Lock) -> Iterator[None]:
         """Deferred batch norms collect what passes inside, and commit it unless that fails."""
         with self._deferring:  # another thread's mini-batch must not begin in between
             for batch_norm in self._deferred:
                 batch_norm.begin_mini_batch()
             try:
                 yield
-            except BaseException:
+                with lock:  # in a recomputation copies stand in for the running statistics
+                    for batch_norm in self._deferred:
+                        batch_norm.commit()
+            finally:
                 for batch_norm in self._deferred:
                     batch_norm.abandon()
-                raise
-            with lock:  # in a recomputation copies stand in for the running statistics
-                for batch_norm in self._deferred:
-                    batch_norm.commit()
 
     @contextlib.contextmanager
-    def _rows_watched(self, lock: threading.Lock, rows: Sequence[int], doubts: list[str]) -> Iterator[None]:
+    def _rows_watched(self, lock: threading.Lock, rows: Sequence[int], warnings: list[str]) -> Iterator[None]:
         """For the first mini-batch that is cut: looks for uses in which dimension 0 is not that of the rows."""
         with batch_second_noticed(modules_with_batch_second(self._layers.named_children()), {*rows}, lock) as found:
             yield
-        self._first_checks -= {"inputs"}
-        doubts += found
+        self._checks_inputs = False
+        warnings += found
 
 
 def _output_without_loss() -> ValueError:

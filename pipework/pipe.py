@@ -425,7 +425,7 @@ class Pipe(Layers):
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
-        doubts = self._wrapped.warnings()
+        warnings = self._wrapped.warnings()
         with ShortTracebacks(), generators_given_up(), self._backend.calling(what):
             self._refuse_changed_partitions()
             self._refuse_to_run_without_data()
@@ -433,15 +433,15 @@ class Pipe(Layers):
                 inputs,
                 keyword_inputs,
                 target,
-                doubts,
+                warnings,
                 training=self.training,
                 return_output=return_output,
                 everywhere=outputs == "all",
                 loss_scale=loss_scale,
             )
         # Not before: a warning may be an error, and the call has succeeded, in other processes too.
-        for doubt in doubts:
-            warn_caller(doubt)
+        for text in warnings:
+            warn_caller(text)
         return result
 
     @contextlib.contextmanager

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pipework.fsdp_private import fsdp_modules
 from pipework.saving.training import random_states, set_random_states
-from pipework.testing.comparison import MOST, Compared, LayerPlace, allowed_for, compare_kinds, tolerance_of
+from pipework.testing.comparison import MOST, Compared, LayerPlace, allowed_for, compare, tolerance_of
 from pipework.testing.runs import Runs
 from pipework.torch_private import BatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
 
     from pipework.pipe import Pipe
     from pipework.testing.runs import Values
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 _PIECES: Final = "micro-batches"
 _WHOLE: Final = "whole batch"
 _ITSELF: Final = "itself, again"
+_ORDER: Final = (_PIECES, _ITSELF, _WHOLE)  # of the lines
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def verify(pipe: Pipe, inputs: tuple[Any, ...], keywords: Mapping[str, Any], tar
 
 
 class _Checks:
-    """Makes the runs, and compares what they gave.
+    """Makes the runs, and compares their results.
 
     Args:
         runs: of the pipe and of its plain model.
@@ -112,16 +111,18 @@ class _Checks:
 
     def verification(self) -> Verification:
         """The result, the same in all processes."""
-        if self._runs.trains:
+        runs = self._runs
+        requires = any(parameter.requires_grad for parameter in runs.pipe.parameters())
+        if runs.trains:
             self._check("", whole=False)
         else:
             self._notes.append("the model is in evaluation mode: gradients were not compared")
-        if self._runs.trains and not self._runs.grad:
+        if runs.trains and not runs.grad:
             self._notes.append("gradients are switched off, as by torch.no_grad(): none were compared")
-        elif self._runs.trains and not any(self._told([any(map(_needs_gradient, self._runs.pipe.parameters()))])):
+        elif runs.trains and not any(self._of_all([requires])):
             self._notes.append("no parameter requires a gradient: none of parameters were compared")
-        self._runs.without_dropout = self._runs.trains
-        self._check(", without dropout" if self._runs.trains else "", whole=True)
+        runs.without_dropout = runs.trains
+        self._check(", without dropout" if runs.trains else "", whole=True)
         reasons, notes = (tuple(dict.fromkeys(texts)) for texts in (self._reasons, self._notes))
         return Verification(tuple(self._lines), self._first, reasons, notes)
 
@@ -135,15 +136,16 @@ class _Checks:
         runs = self._runs
         pipe, plain = runs.of_pipe(), runs.of_plain()
         tolerance = tolerance_of({kind: plain[kind] for kind in ("outputs", "loss", "gradients")})
+        rounded = {"gradients": tolerance} if runs.rounds else {}  # see "Where it ends" in docs/exactness.md
         allowed: dict[str, float] = {}  # by kind
-        compared, lines = True, self._beside_plain(suffix, pipe, plain, allowed, tolerance)
-        if any(self._told([bool(each.first) for each in lines])):
+        comparable, lines = True, compare(_PIECES, pipe, plain, rounded, suffix=suffix)
+        if any(self._of_all([bool(each.first) for each in lines])):
             # Kernels that add in any order, such as those of flash attention's backward, give no bits to compare with.
-            itself = compare_kinds(suffix, _ITSELF, runs.of_plain(), plain, MOST, {})
-            compared = not any(self._told([bool(each.first) for each in itself]))
-            if compared:
+            itself = compare(_ITSELF, runs.of_plain(), plain, dict.fromkeys(plain, MOST), suffix=suffix)
+            comparable = not any(self._of_all([bool(each.first) for each in itself]))
+            if comparable:
                 allowed = self._allowed(suffix, itself, tolerance)
-            lines = self._beside_plain(suffix, pipe, plain, allowed, tolerance) if compared else []
+            lines = compare(_PIECES, pipe, plain, rounded, allowed, suffix) if comparable else []
             itself = [replace(each, what=f"plain model{suffix}", near=_NEAR) for each in itself]
             lines += [functools.reduce(Compared.joined, itself)] if itself else []
         entire: Values = {}
@@ -151,25 +153,25 @@ class _Checks:
             self._notes.append("the micro-batches were given, so there is no whole batch to compare with")
         elif whole and not runs.has_whole:
             self._notes.append("split= cut the batch, and the loss is outside: nothing was compared with the whole")
-        elif whole and compared:
+        elif whole and comparable:
             entire = runs.of_plain(whole=True)
             mine, theirs = runs.without_averages(pipe), runs.without_averages(entire)
-            lines += compare_kinds(suffix, _WHOLE, mine, theirs, tolerance, allowed)
-        self._lines += (lines := self._of_all_ranks(lines))
+            lines += compare(_WHOLE, mine, theirs, dict.fromkeys(mine, tolerance), allowed, suffix)
+        self._lines += (lines := self._merged(lines))
         wrong = {each.against for each in lines if each.first}
-        against = next((each for each in (_ITSELF, _PIECES, _WHOLE) if each in wrong), None)
+        against = next((each for each in _ORDER if each in wrong), None)
         if against is not None and not self._first:
-            self._reasons += self._told(self._reasons_of(against, lines, pipe, entire))
-            least = tolerance if against == _WHOLE else 0.0
-            forward = max(least, *(allowed[kind] for kind in allowed if kind != "gradients"), 0.0)
-            bounds = forward, max(forward, allowed.get("gradients", 0.0))
-            places = self._told([place for place in [self._place(against, bounds)] if place is not None])
+            self._reasons += self._of_all(self._reasons_of(against, lines, pipe, entire))
+            forward = max(
+                tolerance * (against == _WHOLE), *(allowed[kind] for kind in allowed if kind != "gradients"), 0.0
+            )
+            places = self._of_all(self._places(against, (forward, max(forward, allowed.get("gradients", 0.0)))))
             self._first = str(LayerPlace(*min(places))) if places else ""
 
     def _allowed(self, suffix: str, itself: Sequence[Compared], tolerance: float) -> dict[str, float]:
         """How far the pipe may be apart, for the kinds in which the plain model differs from itself."""
         own: dict[str, float] = {}
-        for what, difference in self._told([(each.what.partition(",")[0], each.difference) for each in itself]):
+        for what, difference in self._of_all([(each.what.partition(",")[0], each.difference) for each in itself]):
             own[what] = max(difference, own.get(what, 0.0))
         if "loss" in own:  # one number may be equal by chance
             own["loss"] = max(own["loss"], own.get("outputs", own.get("gradients", 0.0)))
@@ -180,41 +182,28 @@ class _Checks:
         self._notes += [_INEXACT.format(suffix, ", ".join(found)), _ANY_ORDER] if found else []
         return allowed
 
-    def _beside_plain(
-        self, suffix: str, pipe: Values, plain: Values, allowed: Mapping[str, float], tolerance: float
-    ) -> list[Compared]:
-        lines = compare_kinds(suffix, _PIECES, pipe, plain, 0.0, allowed)
-        if not self._runs.rounds:
-            return lines
-        most = max(allowed.get("gradients", 0.0), tolerance)  # see "Where it ends" in docs/exactness.md
-        return [each.up_to(most) if each.what.startswith("gradients") else each for each in lines]
-
-    def _told(self, own: list[Any]) -> list[Any]:
+    def _of_all(self, own: list[Any]) -> list[Any]:
         """The elements of the lists of all processes."""
         return [each for told in self._runs.share(own) for each in told]
 
-    def _of_all_ranks(self, lines: Sequence[Compared]) -> list[Compared]:
+    def _merged(self, lines: Sequence[Compared]) -> list[Compared]:
+        """The lines of all processes, one for each kind."""
         kinds = ["outputs", "loss", "gradients", "buffers", "attributes", "plain model"]
-        merged: dict[tuple[str, str], Compared] = {}
-        for line in (Compared(**each) for each in self._told([asdict(line) for line in lines])):
-            key = line.what, line.against
+        merged: dict[tuple[int, int], Compared] = {}
+        for line in (Compared(**each) for each in self._of_all([asdict(line) for line in lines])):
+            key = _ORDER.index(line.against), kinds.index(line.what.partition(",")[0])
             merged[key] = merged[key].joined(line) if key in merged else line
-        return sorted(
-            merged.values(),
-            key=lambda each: ((_PIECES, _ITSELF, _WHOLE).index(each.against), kinds.index(each.what.partition(",")[0])),
-        )
+        return [merged[key] for key in sorted(merged)]
 
-    def _place(self, against: str, tolerances: tuple[float, float]) -> LayerPlace | None:
-        """The first place where something differs in this process, found by two further runs with hooks."""
-        runs = self._runs
+    def _places(self, against: str, tolerances: tuple[float, float]) -> list[LayerPlace]:
+        """The first place where something differs in this process, found by two further runs with hooks; or none."""
+        runs, whole = self._runs, against == _WHOLE
         mine = runs.traced(runs.of_pipe if against == _PIECES else runs.of_plain)
-        theirs = runs.traced(functools.partial(runs.of_plain, whole=against == _WHOLE))
-        whole = against == _WHOLE
-        place = mine.first_apart(theirs, tolerances[0]) if whole else mine.first_other(theirs, tolerances)
-        if place is None:
-            return None
-        behind = min(runs.pipe._partitions) * 1_000_000  # what other processes found in earlier layers comes before
-        return place._replace(order=place.order + (-behind if place.is_gradient else behind))
+        theirs = runs.traced(functools.partial(runs.of_plain, whole=whole))
+        place = mine.first_difference(theirs, tolerances, whole=whole)
+        # Layers of other processes come before or after all of this one; for gradients the other way round.
+        offset = min(runs.pipe._partitions) * 1_000_000 * (-1 if place is not None and place.is_gradient else 1)
+        return [] if place is None else [place._replace(order=place.order + offset)]
 
     def _reasons_of(self, against: str, lines: Sequence[Compared], pipe: Values, entire: Values) -> list[str]:
         """The usual reasons, and what to do."""
@@ -230,22 +219,15 @@ class _Checks:
         ]
         if norms:
             return [_BATCH_NORM.format(", ".join(norms[:3]))]
-        loss = []
+        settings, loss = self._runs.executor.settings.loss, []
         if kinds.get("loss") and entire["loss"]:  # it is in this process
-            settings, wholes = (
-                self._runs.executor.settings.loss,
-                [float(each["loss"]["the loss"]) for each in (entire, pipe)],
-            )
+            wholes = [float(each["loss"]["the loss"]) for each in (entire, pipe)]
             weighed = "rows" if settings.weight is None else "loss_weight"
             way = "sum" if settings.reduction == "sum" else f"mean by {weighed}"
             loss = [_LOSS.format(wholes[0], wholes[1], way, self._runs.micro_batches)]
         if kinds.get("outputs") == "":
             return loss if kinds.get("loss") else [_BACKWARD]
-        return [_ROWS, _CUT, *([_OF_LAYER] if self._runs.executor.settings.loss.function is None else [])]
-
-
-def _needs_gradient(parameter: Tensor) -> bool:
-    return parameter.requires_grad
+        return [_ROWS, _CUT, *([_OF_LAYER] if settings.function is None else [])]
 
 
 _NEAR: Final = "differs from itself"

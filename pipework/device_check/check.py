@@ -133,17 +133,17 @@ def _run(place: CheckedPlace, case: Case, kernels: LongKernels) -> None:
 def _wrong(place: CheckedPlace, case: Case, seed: int, kernels: LongKernels) -> str:
     """What went wrong, in words; empty: nothing did."""
 
-    def on_cpu(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: on_host(value) for name, value in values.items()}
+    def results(values: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+        return {"results": {name: on_host(value) for name, value in values.items()}}
 
-    plain = on_cpu(train_plain(case, seed))
-    itself = compare("results", "itself", on_cpu(train_plain(case, seed)), plain, MOST)
+    plain = results(train_plain(case, seed))
+    (itself,) = compare("itself", results(train_plain(case, seed)), plain, {"results": MOST})
     allowed = 0.0
     if itself.differing:
         place.inexact += 1
         with autocast(case):
-            allowed = allowed_for(itself.difference, tolerance_of({"results": plain}))
-    found = compare("results", "the plain model", on_cpu(train_pipe(case, seed, kernels)), plain, allowed)
+            allowed = allowed_for(itself.difference, tolerance_of(plain))
+    (found,) = compare("the plain model", results(train_pipe(case, seed, kernels)), plain, {"results": allowed})
     for each, whose in ((itself, "the plain model, without pipework, differs from itself: "), (found, "")):
         if each.first:
             return f"{whose}{each.first}: the largest difference is {each.difference:.3g} of the largest element"

@@ -6,7 +6,9 @@ import ctypes
 import functools
 import hashlib
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import torch
@@ -65,10 +67,6 @@ class Compared:
             return f"DIFFERS: {self.first} (in shape, dtype, NaN, or a plain value)"
         return f"DIFFERS: {self.first}" if self.first else self.near if self.differing else "equal"
 
-    def up_to(self, tolerance: float) -> Self:
-        """This line if so much may differ everywhere."""
-        return replace(self, first="" if self.difference <= tolerance else self.first)
-
     def joined(self, other: Self) -> Self:
         """This line with what another process compared."""
         return replace(
@@ -82,68 +80,43 @@ class Compared:
 
 
 def compare(
-    what: str,
-    against: str,
-    values: Mapping[str, Any],
-    reference: Mapping[str, Any],
-    tolerance: float,
-) -> Compared:
-    """Compares values with those of the same name.
-
-    Args:
-        what: see `Compared`.
-        against: likewise.
-        values: tensors on the CPU, or plain values; a tensor that is missing, or None, equals zeros.
-        reference: likewise.
-        tolerance: of the relative difference; 0: bitwise.
-
-    Example:
-        >>> one, other = {"x": torch.ones(2)}, {"x": torch.tensor([1.0, 2.0])}
-        >>> compare("outputs", "itself", other, one, 0.0).verdict
-        'DIFFERS: x'
-        >>> compare("outputs", "itself", other, one, 2.0).verdict
-        'equal up to rounding'
-    """
-    tensors = [each for each in reference.values() if isinstance(each, Tensor) and each.is_floating_point()]
-    floor = _FLOOR * max(map(_largest, tensors), default=0.0)
-    done = Compared(what, against, 0, not tolerance)
-    for name in {**reference, **values}:
-        found = apart(values.get(name), reference.get(name), floor)
-        done = done.joined(
-            Compared(what, against, 1, not tolerance, int(found > 0), found, name if found > tolerance else "")
-        )
-    return done
-
-
-def compare_kinds(
-    suffix: str,
     against: str,
     values: Mapping[str, Mapping[str, Any]],
     reference: Mapping[str, Mapping[str, Any]],
-    tolerance: float,
-    allowed: Mapping[str, float],
+    tolerances: Mapping[str, float],
+    allowed: Mapping[str, float] = MappingProxyType({}),
+    suffix: str = "",
 ) -> list[Compared]:
-    """A line for each kind that has values.
+    """Compares values with those of the same kind and name, and returns a line for each kind that has values.
 
     Args:
-        suffix: of the kinds, in the table.
         against: see `Compared`.
-        values: by kind, see `compare`.
+        values: by kind and name: tensors on the CPU, or plain values. A tensor that is missing, or None, equals zeros.
         reference: likewise.
-        tolerance: of rounding, for all kinds.
-        allowed: for the kinds in which the reference differs from itself.
+        tolerances: by kind, of the relative difference by rounding; none: bitwise.
+        allowed: by kind, of the relative difference where the reference differs from itself.
+        suffix: of the kinds, in the table.
 
     Example:
-        >>> one, other = {"outputs": {"x": torch.tensor(1.0)}}, {"outputs": {"x": torch.tensor(1.25)}}
-        >>> compare_kinds("", "itself", one, other, 0.0, {"outputs": 0.5})[0].verdict
+        >>> one, other = {"outputs": {"x": torch.ones(2)}}, {"outputs": {"x": torch.tensor([1.0, 2.0])}}
+        >>> [compare("itself", other, one, {"outputs": most})[0].verdict for most in (0.0, 2.0)]
+        ['DIFFERS: x', 'equal up to rounding']
+        >>> compare("itself", other, one, {}, {"outputs": 2.0})[0].verdict
         'within what the plain model differs from itself'
     """
     lines = []
     for kind, own in values.items():
-        if own or reference[kind]:
-            most = max(tolerance, allowed.get(kind, 0.0))
-            line = compare(kind + suffix, against, own, reference[kind], most)
-            lines.append(replace(line, near=_WITHIN) if kind in allowed and line.difference > tolerance else line)
+        others, tolerance = reference[kind], tolerances.get(kind, 0.0)
+        most = max(tolerance, allowed.get(kind, 0.0))
+        numbers = [each for each in others.values() if isinstance(each, Tensor) and each.is_floating_point()]
+        floor = _FLOOR * max(map(_largest, numbers), default=0.0)
+        found = {name: apart(own.get(name), others.get(name), floor) for name in {**others, **own}}
+        if found:
+            difference = max(found.values())
+            line = Compared(kind + suffix, against, len(found), not most, sum(map(bool, found.values())), difference)
+            first = next((name for name, each in found.items() if each > most), "")
+            near = _WITHIN if kind in allowed and difference > tolerance else line.near
+            lines.append(replace(line, first=first, near=near))
     return lines
 
 
@@ -264,49 +237,33 @@ class LayerTrace:
         number = self._counts[place] = self._counts.get(place, -1) + 1
         self.seen[(*place, number)] = _digest(tensor), _sums(tensor)
 
-    def first_other(self, reference: LayerTrace, tolerances: tuple[float, float]) -> LayerPlace | None:
-        """The first place where the same micro-batches gave something else.
+    def first_difference(
+        self, reference: LayerTrace, tolerances: tuple[float, float], *, whole: bool
+    ) -> LayerPlace | None:
+        """The first place where layers gave something else.
 
         Args:
-            reference: of the same micro-batches.
+            reference: of the same micro-batches; or of one with all their rows, whose gradients are not compared.
             tolerances: of outputs and of gradients, relative to the largest sum of a row; 0: other bits count.
+            whole: whether the reference has all rows in one micro-batch.
         """
-        order: dict[tuple[bool, int], int] = {}
-        found = []
-        for (is_gradient, micro_batch, layer, number), (digest, sums) in reference.seen.items():
-            at = order[is_gradient, micro_batch] = order.get((is_gradient, micro_batch), -1) + 1
-            own = self.seen.get((is_gradient, micro_batch, layer, number))
-            tolerance = tolerances[is_gradient]
-            near = tolerance and own is not None and _near(own[1], sums, _bound(sums, tolerance))
-            if own is None or (own[0] != digest and not near):
-                found.append(LayerPlace(is_gradient, micro_batch, at, layer))
+        calls, begins, found = Counter[tuple[bool, int]](), Counter[tuple[str, int]](), []
+        for key in self.seen if whole else reference.seen:
+            is_gradient, micro_batch, layer, number = key
+            calls[is_gradient, micro_batch] += 1
+            own, other = self.seen.get(key), reference.seen.get((is_gradient, 0, layer, number) if whole else key)
+            if whole and (is_gradient or other is None):
+                continue
+            equal = own is not None and other is not None and own[0] == other[0]
+            if own is not None and other is not None and not equal and (whole or tolerances[is_gradient]):
+                bound, rows, sums = tolerances[is_gradient] * _largest(other[1]), len(own[1]), other[1]
+                if whole and rows < len(sums):  # cut along the rows
+                    sums = sums[begins[layer, number] :][:rows]
+                    begins[layer, number] += rows
+                equal = sums.shape == own[1].shape and bool(((own[1] - sums).abs() <= bound).all())
+            if not equal:
+                found.append(LayerPlace(is_gradient, micro_batch, calls[is_gradient, micro_batch], layer))
         return min(found, default=None)
-
-    def first_apart(self, whole: LayerTrace, tolerance: float) -> LayerPlace | None:
-        """The first layer whose rows in micro-batches are not those of the whole batch; of these the first micro-batch.
-
-        Args:
-            whole: of one micro-batch with all rows.
-            tolerance: relative to the largest sum of a row.
-        """
-        for at, ((is_gradient, _, layer, number), (_, sums)) in enumerate(whole.seen.items()):
-            bound, begin = _bound(sums, tolerance), 0
-            parts = {key[1]: own for key, (_, own) in self.seen.items() if key[2:] == (layer, number) and not key[0]}
-            is_whole = len(parts) > 1 and all(len(own) == len(sums) for own in parts.values())  # not cut along rows
-            for micro_batch, own in sorted(parts.items()) if not is_gradient else ():
-                rows = sums if is_whole else sums[begin : begin + len(own)]
-                begin += len(own)
-                if not _near(own, rows, bound):
-                    return LayerPlace(False, micro_batch, at, layer)
-        return None
-
-
-def _bound(sums: Tensor, tolerance: float) -> float:
-    return tolerance * float(sums.abs().max()) if sums.numel() else 0.0
-
-
-def _near(sums: Tensor, reference: Tensor, bound: float) -> bool:
-    return sums.shape == reference.shape and bool(((sums - reference).abs() <= bound).all())
 
 
 def _digest(tensor: Tensor) -> bytes:

@@ -1,7 +1,7 @@
 """The plain model of a pipe: its own layers, run one after the other on one micro-batch after the other.
 
-Of the runtime it uses the random numbers alone: no workers, no recomputation, no orders. If the layers are in several
-processes, each runs its own while the others wait, and all get what it gives through an all-gather:
+Of the runtime it uses the random numbers alone: no workers, no recomputation, no schedule. If the layers are in several
+processes, each runs its own while the others wait, and all get its results through an all-gather:
 
     rank 0   layers -> output ~~>                          ~~> gradients -> layers
     rank 1                       leaves -> layers -> loss -> leaves
@@ -17,7 +17,6 @@ import io
 import itertools
 import json
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,45 +35,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipework.attached_forward import AttachedModel
-    from pipework.executor import Executor
+    from pipework.executor import Executor, PreparedBatch
     from pipework.pipe import Pipe
-    from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.transport import Message
 
 
-class PlainBatch(NamedTuple):
-    """A mini-batch for the plain model.
-
-    Attributes:
-        split: in micro-batches.
-        targets: of the micro-batches; None: the loss is outside.
-        loss: of the micro-batches, with their weights; None: it is outside.
-        cotangents: with the loss outside, the gradients of the joined outputs.
-        key: of the random numbers.
-    """
-
-    split: Any
-    targets: Sequence[Message] | None
-    loss: InnerLoss | None
-    cotangents: Sequence[Tensor | None]
-    key: int
-
-
-@dataclass
-class PlainStep:
+class PlainResults(NamedTuple):
     """What the plain model computed for a mini-batch, as far as it is in this process.
 
     Attributes:
         outputs: for each micro-batch those of the last layer, without a graph.
-        loss: of the mini-batch; None: it is outside.
+        loss: of the mini-batch; None: it is outside, or in another process.
         gradients: by the id of the parameter.
-        of_inputs: the gradients of the split's tensors.
+        of_inputs: the gradients of the batch's tensors.
     """
 
-    outputs: list[Message] = field(default_factory=list)
-    loss: Tensor | None = None
-    gradients: dict[int, Tensor | None] = field(default_factory=dict)
-    of_inputs: Sequence[Tensor | None] = ()
+    outputs: list[Message]
+    loss: Tensor | None
+    gradients: dict[int, Tensor | None]
+    of_inputs: Sequence[Tensor | None]
 
 
 class _Segment(NamedTuple):
@@ -83,22 +62,18 @@ class _Segment(NamedTuple):
     Attributes:
         rank: of the process; None: there is one process.
         layers: each with its number in the model and its device; empty: another process has them.
-        is_first: whether nothing comes before.
-        is_last: whether nothing comes behind.
     """
 
     rank: int | None
     layers: list[tuple[int, torch.device, nn.Module]]
-    is_first: bool
-    is_last: bool
 
 
 class _Passed(NamedTuple):
-    """One micro-batch in one segment: the leaves that came in, what goes out, and the loss behind the last one."""
+    """One micro-batch in one segment: the leaves that came in, what goes out, and the loss after the last layer."""
 
     leaves: tuple[Tensor, ...] = ()
     sent: tuple[Tensor, ...] = ()
-    around: Any = None
+    structure: Any = None
     loss: Tensor | None = None
 
 
@@ -108,7 +83,7 @@ class PlainModel:
     Args:
         pipe: whose layers it runs.
         executor: of the pipe.
-        attached: the forward of the model to which the pipe is attached; None: there is none.
+        attached: the model to which the pipe is attached; None: there is none.
     """
 
     def __init__(self, pipe: Pipe, executor: Executor, attached: AttachedModel | None) -> None:
@@ -117,54 +92,67 @@ class PlainModel:
         placement, self._devices = executor._assignment.placement, executor._assignment.partitioning.devices
         firsts = [0, *itertools.accumulate(pipe.balance)]
         self._last = firsts[-1] - 1
-        self._segments = []
-        by_rank = itertools.groupby(range(len(placement)), lambda stage: pipe._backend.rank_of(placement[stage]))
-        for rank, stages in ((rank, list(stages)) for rank, stages in by_rank):
-            layers = [
-                (firsts[stage] + n, self._devices[stage], layer)
-                for stage in stages
-                for n, layer in enumerate(executor._partitions.get(stage, ()))
-            ]
-            self._segments.append(_Segment(rank, layers, stages[0] == 0, stages[-1] + 1 == len(placement)))
+        self._segments = [
+            _Segment(
+                rank,
+                [
+                    (firsts[stage] + n, self._devices[stage], layer)
+                    for stage in stages
+                    for n, layer in enumerate(executor._partitions.get(stage, ()))
+                ],
+            )
+            for rank, stages in itertools.groupby(
+                range(len(placement)), lambda stage: pipe._backend.rank_of(placement[stage])
+            )
+        ]
 
     @property
     def modules(self) -> list[nn.Module]:
         """What it runs in this process."""
         return list(self._pipe) if self._model is None else [self._model.model]
 
-    def step(self, batch: PlainBatch, *, grad: bool) -> PlainStep:
-        """Runs a mini-batch forward, and backward if gradients are wanted."""
-        done, parts, waiting = PlainStep(), [], []
+    def run(self, batch: PreparedBatch, key: int, cotangents: Sequence[Tensor | None], *, grad: bool) -> PlainResults:
+        """Runs a mini-batch forward, and backward if gradients are wanted.
+
+        Args:
+            batch: in micro-batches.
+            key: of the random numbers.
+            cotangents: with the loss outside, the gradients of the joined outputs.
+            grad: whether gradients are wanted.
+        """
+        outputs: list[Message] = []
+        parts: list[Tensor] = []
+        waiting = []
         aliases = Aliases(self.modules if grad else ())
         memory = SharedMemory(aliases.leaves)
-
-        def backward(passed: Sequence[_Passed], roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-            self._backward(passed, roots, gradients)
-            memory.separate()
-
         with aliases.standing_in(), torch.set_grad_enabled(grad):
             for number in range(len(batch.split.micro_batches)):
-                passed = self._forward(batch, number)
+                passed = self._forward(batch, number, key)
                 last = passed[-1]
                 if self._segments[-1].layers and (batch.loss is None or batch.loss.keeps_output):
-                    done.outputs.append((tuple([tensor.detach() for tensor in last.sent]), last.around))
-                if last.loss is not None and batch.loss is not None:
+                    outputs.append((tuple([tensor.detach() for tensor in last.sent]), last.structure))
+                if last.loss is not None:
                     parts.append(last.loss.detach())
                 if grad and batch.loss is None:  # the gradients belong to the joined outputs
                     waiting.append(passed)
-                elif grad:
+                elif grad and batch.loss is not None:
                     roots = [] if last.loss is None else [last.loss]
-                    scales = [batch.loss.scale_in(root.dtype) for root in roots] if batch.loss is not None else []
-                    backward(passed, roots, [torch.ones_like(r) * s for r, s in zip(roots, scales, strict=True)])
-            for passed, gradients in zip(waiting, self._cut(batch, done, len(waiting)), strict=True):
-                backward(passed, passed[-1].sent, gradients)
-        done.loss = functools.reduce(torch.add, parts) if parts else None
-        done.gradients = dict(zip(map(id, aliases.parameters), aliases.take_gradients(), strict=True))
+                    self._backward(passed, roots, [torch.ones_like(r) * batch.loss.scale_in(r.dtype) for r in roots])
+                    memory.separate()
+            joined = batch.split.joined(outputs) if waiting and outputs else None
+            shapes = [each.shape for each in cotangents if each is not None]
+            cut: Sequence[tuple[Tensor | None, ...]] = [()] * len(waiting)
+            if joined is not None and joined.tensors and [each.shape for each in joined.tensors] == shapes:
+                cut = joined.cut(cotangents)
+            for passed, gradients in zip(waiting, cut, strict=True):
+                self._backward(passed, passed[-1].sent, gradients)
+                memory.separate()
+        found = dict(zip(map(id, aliases.parameters), aliases.take_gradients(), strict=True))
         if self._pipe._backend.tied_stages:
-            self._add_tied(done.gradients)
-        leaves = [tensors for tensors, _ in batch.split.micro_batches]
-        done.of_inputs = batch.split.pieces.join([(tuple([leaf.grad for leaf in each]), None) for each in leaves])
-        return done
+            self._add_tied(found)
+        of_inputs = [(tuple([leaf.grad for leaf in leaves]), None) for leaves, _ in batch.split.micro_batches]
+        loss = functools.reduce(torch.add, parts) if parts else None
+        return PlainResults(outputs, loss, found, batch.split.pieces.join(of_inputs))
 
     def _add_tied(self, gradients: dict[int, Tensor | None]) -> None:
         """Adds the gradients that other processes have of parameters that several use."""
@@ -176,27 +164,14 @@ class PlainModel:
             parts = [own[n].to(each.parameter.device) for own in found if own.get(n) is not None]
             gradients[id(each.parameter)] = functools.reduce(torch.add, parts) if parts else None
 
-    @staticmethod
-    def _cut(batch: PlainBatch, done: PlainStep, count: int) -> Sequence[tuple[Tensor | None, ...]]:
-        """The gradients of the outputs of each micro-batch; none if the outputs are not those of the pipe."""
-        joined = batch.split.joined(done.outputs) if count and done.outputs else None
-        if (
-            joined is None
-            or not joined.tensors
-            or [t.shape for t in joined.tensors] != [c.shape for c in batch.cotangents if c is not None]
-        ):
-            return [()] * count
-        cut: Sequence[tuple[Tensor | None, ...]] = joined.cut(batch.cotangents)
-        return cut
-
-    def _forward(self, batch: PlainBatch, micro_batch: int) -> list[_Passed]:
+    def _forward(self, batch: PreparedBatch, micro_batch: int, key: int) -> list[_Passed]:
         """Runs one micro-batch through all segments; what passed those of other processes is empty."""
         passed, message = [], batch.split.micro_batches[micro_batch]
         for segment in self._segments:
-            run = functools.partial(self._run, segment, batch, micro_batch, message)
-            own, sent = self._in_turn(segment, run, lambda own: nested.unflatten(own.sent, own.around))
+            run = functools.partial(self._run, segment, batch, micro_batch, key, message)
+            own, sent = self._in_turn(segment, run, lambda own: nested.unflatten(own.sent, own.structure))
             passed.append(own or _Passed())
-            message = message if segment.is_last else nested.flatten(sent)
+            message = message if segment is self._segments[-1] else nested.flatten(sent)
         return passed
 
     def _backward(self, passed: Sequence[_Passed], roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -207,14 +182,15 @@ class PlainModel:
             roots: where it begins.
             gradients: of the roots.
         """
+
+        def run(own: _Passed, begin: Sequence[Tensor], gradients: Any) -> list[Tensor | None]:
+            differentiate(begin, gradients)
+            return [leaf.grad for leaf in own.leaves]
+
         for segment, own in zip(reversed(self._segments), reversed(passed), strict=True):
-            begin = roots if segment.is_last else own.sent
-
-            def run(own: Any = own, begin: Any = begin, gradients: Any = gradients) -> list[Tensor | None]:
-                differentiate(begin, gradients)
-                return [leaf.grad for leaf in own.leaves]
-
-            _, gradients = self._in_turn(segment, run, lambda found: found)
+            begin = roots if segment is self._segments[-1] else own.sent
+            work = functools.partial(run, own, begin, gradients)
+            _, gradients = self._in_turn(segment, work, lambda found: found)
 
     def _in_turn(self, segment: _Segment, work: Callable[[], Any], share: Callable[[Any], Any]) -> tuple[Any, Any]:
         """Runs work in the process that has the segment.
@@ -233,18 +209,19 @@ class PlainModel:
         )
         return done.own, _unpacked(done.shared[group.everyone.index(segment.rank)])
 
-    def _run(self, segment: _Segment, batch: PlainBatch, micro_batch: int, message: Message) -> _Passed:
-        """Runs the layers of a segment, and behind the last one the loss."""
-        leaves, around = message
-        if not segment.is_first:
+    def _run(self, segment: _Segment, batch: PreparedBatch, micro_batch: int, key: int, message: Message) -> _Passed:
+        """Runs the layers of a segment, and after the last one the loss."""
+        is_first, is_last = segment is self._segments[0], segment is self._segments[-1]
+        leaves, structure = message
+        if not is_first:
             device = segment.layers[0][1]
             leaves = tuple([tensor.to(device).detach().requires_grad_(tensor.requires_grad) for tensor in leaves])
-        value: Any = (tuple(map(boundary.enter, leaves)), around)
+        value: Any = (tuple(map(boundary.enter, leaves)), structure)
         tracker, keys = skip_tracker.LocalTracker(), [skip.key for skip in self._executor.skips]
         loss: Tensor | None = None
         target = None if batch.targets is None else nested.unflatten(*batch.targets[micro_batch])
-        with skip_tracker.using(tracker), drawing(set(self._devices), batch.key, micro_batch) as enter_layer:
-            if segment.is_first:
+        with skip_tracker.using(tracker), drawing(set(self._devices), key, micro_batch) as enter_layer:
+            if is_first:
                 value = mini_batch.arguments_of(value)
             else:
                 value, kept = nested.unflatten(*value)
@@ -256,30 +233,29 @@ class PlainModel:
             else:
                 for number, device, layer in segment.layers:
                     enter_layer(number)
-                    value = self._called(layer, number, device, value, batch.loss, target)
-            if segment.is_last and batch.loss is not None:
+                    takes_target = batch.loss is not None and batch.loss.function is None and number == self._last
+                    value = self._of_layer(layer, number, device, value, [target] if takes_target else [])
+            if is_last and batch.loss is not None:
                 enter_layer(self._last + 1)
                 function = batch.loss.function
                 loss = batch.loss.part(value if function is None else function(value, target), micro_batch)
                 value = value if batch.loss.keeps_output else ()
-        if not segment.is_last:
+        if not is_last:
             value = value, {keys.index(key): skip for key, skip in tracker._kept.items()}
         return _Passed(leaves, *nested.flatten(value), loss)
 
-    def _called(
-        self, layer: nn.Module, number: int, device: torch.device, value: Any, loss: InnerLoss | None, target: Any
-    ) -> Any:
-        """What a layer gives for what the one before gave."""
-        takes_target = loss is not None and loss.function is None and number == self._last
-        arguments, keywords = value if number == 0 else (None, {})
-        if arguments is None:
-            arguments = self._executor.settings.tuples.arguments(value, layer, int(takes_target))
+    def _of_layer(self, layer: nn.Module, number: int, device: torch.device, value: Any, target: list[Any]) -> Any:
+        """What a layer returns for what the layer before returned."""
+        if number == 0:
+            arguments, keywords = value
+        else:
+            arguments, keywords = self._executor.settings.tuples.arguments(value, layer, len(target)), {}
         if len({*self._devices}) > 1:
             arguments, keywords = nested.replaced((arguments, keywords), Tensor, lambda tensor: tensor.to(device))
-        return layer(*arguments, *([target] if takes_target else []), **keywords)
+        return layer(*arguments, *target, **keywords)
 
     def _of_model(self, attached: AttachedModel, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """What the model's own forward gives, with the random numbers that its units draw in a pipe."""
+        """What the model's own forward returns, with the random numbers that its units draw in a pipe."""
         adapter, model = attached.adapter, attached.model
         arguments, keywords = adapter.inputs(arguments, keywords)
         keywords = adapter.micro_batch(keywords)
@@ -306,16 +282,20 @@ def differentiate(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -
 
 def _packed(value: Any) -> str:
     """Nested tensors as text: with their strides, on which sums depend, and without the rest of their storages."""
-    tensors, around = nested.flatten(value)
-    there = [each.detach().cpu().resolve_conj().resolve_neg().clone() for each in tensors]
+    tensors, structure = nested.flatten(value)
     data = io.BytesIO()
-    torch.save([own.requires_grad_(each.requires_grad) for own, each in zip(there, tensors, strict=True)], data)
-    form = None if around is None else structure_json.encode(around)
+    torch.save(
+        [
+            each.detach().cpu().resolve_conj().resolve_neg().clone().requires_grad_(each.requires_grad)
+            for each in tensors
+        ],
+        data,
+    )
+    form = None if structure is None else structure_json.encode(structure)
     return json.dumps([form, base64.b64encode(data.getvalue()).decode()])
 
 
 def _unpacked(text: str) -> Any:
     form, data = json.loads(text)
     tensors = torch.load(io.BytesIO(base64.b64decode(data)), weights_only=True)
-    around = None if form is None else structure_json.decode(form, len(tensors))
-    return nested.unflatten(tuple(tensors), around)
+    return nested.unflatten(tuple(tensors), None if form is None else structure_json.decode(form, len(tensors)))

@@ -17,11 +17,11 @@ from pipework.autograd import boundary
 from pipework.distributed.data_digest import data_digest
 from pipework.model.layers import WrappedModule
 from pipework.model.layout import values_in
-from pipework.model.marks import Chunk, MicroBatches, NoChunk, has_micro_batches, in_micro_batches
+from pipework.model.marks import Chunk, MicroBatches, NoChunk, has_micro_batches
 from pipework.model.sequential import named_layers
 from pipework.runtime.random.streams import draw_key
 from pipework.testing.comparison import LayerTrace, apart, on_host
-from pipework.testing.plain import PlainBatch, PlainModel, differentiate
+from pipework.testing.plain import PlainModel, differentiate
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -105,16 +105,15 @@ class Runs:
     """
 
     def __init__(self, pipe: Pipe, inputs: tuple[Any, ...], keywords: dict[str, Any], target: Any) -> None:
-        self.pipe, self.executor = pipe, copy.copy(pipe._executor)
+        self.pipe, self.executor, self.attached = pipe, copy.copy(pipe._executor), pipe._attached
         if not pipe._backend.is_whole:  # the workers of a process are connected with those of the others
             self.executor._engine = pipe._executor.engine_in_use()
         vars(self.executor).update(
             settings=replace(self.executor.settings, warns=False), _layout=copy.deepcopy(self.executor._layout)
         )  # for this object alone
-        self.attached = pipe._attached
         if self.attached is not None and target is not None:
             keywords["target"] = target  # is an argument of the model
-        self._given, self._target = (inputs, keywords), target
+        self._call = inputs, keywords, target
         self.plain = PlainModel(pipe, self.executor, self.attached)
         loss = self.executor.settings.loss.function
         self._roots = [pipe, *pipe.partitions, *self.plain.modules, *([loss] if isinstance(loss, nn.Module) else [])]
@@ -123,7 +122,8 @@ class Runs:
         trains = any(each.training for each in pipe) if pipe._backend.is_whole else pipe.training
         if self.attached is not None:
             trains = self.attached.model.training
-        told = self.share([draw_key(), trains, self._digest()])
+        digest = 0 if pipe._backend.is_whole else data_digest(self._call)
+        told = self.share([draw_key(), trains, digest])
         if len({each[2] for each in told}) > 1:
             raise ValueError(
                 "pipe.verify got other data on some ranks: give all of them, replicas too, the same batch, and not None"
@@ -138,9 +138,6 @@ class Runs:
     def share(self, value: Any) -> list[Any]:
         """What this process and all others give."""
         return [json.loads(text) for text in self.pipe.ranks.all_gather_text(json.dumps(value))]
-
-    def _digest(self) -> int:
-        return data_digest((*self._given, self._target)) if not self.pipe._backend.is_whole else 0
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
@@ -174,11 +171,10 @@ class Runs:
                     module.training = False
         if self._trace is not None:
             self._trace.watch(self._layers())  # until the state is put back
-        arguments, keywords, target = *self._given, self._target
+        arguments, keywords, target = self._call
         if self.attached is not None:
-            of_pipe = self.attached.call_of(self.pipe, *self._given)
-            target = of_pipe[2].get(self.attached.target)
-            arguments, keywords = of_pipe[:2]
+            arguments, keywords, names = self.attached.call_of(self.pipe, arguments, keywords)
+            target = names.get(self.attached.target)
         torch.default_generator.manual_seed(self._seed)
         made: dict[int, tuple[Tensor, Tensor]] = {}
         arguments, keywords, target = _renewed((arguments, keywords, target), made)
@@ -187,27 +183,31 @@ class Runs:
     def of_pipe(self) -> Values:
         """A mini-batch in the pipe."""
         arguments, keywords, target, leaves = self._begin()
-        has_output = target is None or self.executor.settings.loss.function is not None
+        inside = target is not None
+        has_output = inside and self.executor.settings.loss.function is not None
         with torch.set_grad_enabled(self.grad):
             got = self.pipe.forward(
                 *arguments,
                 **keywords,
                 target=target,
-                return_output=target is not None and has_output,
-                outputs="all" if target is None else "last",
+                return_output=has_output,
+                outputs="last" if inside else "all",
             )
-        loss, output = (None, got) if target is None else got if has_output else (got, None)
+        loss, output = got if has_output else (got, None) if inside else (None, got)
         outputs = [] if output is None else _tensors(output)
-        parameters = [each for each in self.pipe.parameters() if each.requires_grad]
-        wanted, found = [*parameters, *leaves], dict[int, Any]()
+        wanted = [*(each for each in self.pipe.parameters() if each.requires_grad), *leaves]
+        found: dict[int, Any] = {}
         roots = [each for each in ([loss] if loss is not None else outputs) if each.requires_grad]
         if self.grad and roots:
+            scaler = self.executor.settings.loss.grad_scaler  # it has scaled the gradients already
             if loss is None:
                 draw = torch.Generator().manual_seed(0)
                 self._cotangents = [
                     torch.randn(each.shape, generator=draw).to(each) if each.requires_grad else None for each in outputs
                 ]
-            seeds = [each for each in self._cotangents if each is not None] if loss is None else [self._scale(loss)]
+                seeds = [each for each in self._cotangents if each is not None]
+            else:
+                seeds = [torch.ones_like(loss) * (1.0 if scaler is None else scaler.get_scale())]
             if wanted:
                 gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
                 found = dict(zip(map(id, wanted), gradients, strict=True))
@@ -222,47 +222,31 @@ class Runs:
             whole: in one micro-batch.
         """
         arguments, keywords, target, leaves = self._begin()
-        key, executor, threads = draw_key(), self.executor, torch.get_num_threads()
-        settings = executor.settings
-        executor.settings = replace(settings, chunks=1) if whole else settings
-        norms = executor._deferred
+        key, executor, threads = draw_key(), copy.copy(self.executor), torch.get_num_threads()
+        engine, settings = self.executor.engine_in_use(), executor.settings
+        if whole:
+            executor.settings = replace(settings, chunks=1, split=settings.split and _whole)
+        else:
+            self.is_given = has_micro_batches(arguments, keywords)
+        self.has_loss = target is not None
         try:
-            torch.set_num_threads(executor.engine_in_use().workers.intra_op_share(threads))
-            if not whole:
-                self.is_given = has_micro_batches(arguments, keywords)
-                arguments, keywords, target = executor._cut_by_caller(arguments, keywords, target)
-            elif executor.settings.split is not None:  # all of it in one micro-batch
-                arguments, keywords, target = in_micro_batches(_whole, arguments, keywords, target, 1)
-            split = executor._split(arguments, keywords)
-            self.micro_batches = self.micro_batches if whole else len(split.rows)
-            self.has_loss = target is not None
-            targets, inner, device = None, None, executor._assignment.partitioning.devices[-1]
-            if target is not None:
-                targets, weighing = split.targets(target, device, layout=executor._known_layout)
-                keeps = executor.settings.loss.function is not None
-                inner = executor.settings.loss.inner(targets, weighing, device, grad=self.grad, keeps_output=keeps)
-                inner = replace(inner, weights=None) if whole else inner  # as the function says
-            for norm in norms:
-                norm.begin_mini_batch()
-            step = self.plain.step(PlainBatch(split, targets, inner, self._cotangents, key), grad=self.grad)
-            for norm in norms:
-                norm.commit()
+            torch.set_num_threads(engine.workers.intra_op_share(threads))
+            keeps_output = settings.loss.function is not None
+            batch = executor.prepared(arguments, keywords, target, grad=self.grad, keeps_output=keeps_output)
+            if whole and batch.loss is not None:
+                batch = batch._replace(loss=replace(batch.loss, weights=None))  # as the function says
+            self.micro_batches = self.micro_batches if whole else len(batch.split.rows)
+            with self.executor.mini_batch_of_batch_norms(engine.lock):
+                results = self.plain.run(batch, key, self._cotangents, grad=self.grad)
         finally:
-            for norm in norms:
-                norm.abandon()
-            executor.settings = settings
             torch.set_num_threads(threads)
-        differentiate(split.tensors, step.of_inputs)  # as far as the copies of the caller's tensors
-        outputs = split.joined(step.outputs).tensors if step.outputs else ()
-        hooked = {
-            id(each): torch_private.after_hooks(each, step.gradients.get(id(each))) for each in self.pipe.parameters()
+        differentiate(batch.split.tensors, results.of_inputs)  # as far as the copies of the caller's tensors
+        outputs = batch.split.joined(results.outputs).tensors if results.outputs else ()
+        gradients = {
+            id(each): torch_private.after_hooks(each, results.gradients.get(id(each)))
+            for each in self.pipe.parameters()
         }
-        return self._values(outputs, step.loss, hooked, [leaf.grad for leaf in leaves])
-
-    def _scale(self, loss: Tensor) -> Tensor:
-        """The gradient of the loss: what the pipe's own scaler has put into the gradients already."""
-        scaler = self.executor.settings.loss.grad_scaler
-        return torch.ones_like(loss) * (1.0 if scaler is None else scaler.get_scale())
+        return self._values(outputs, results.loss, gradients, [leaf.grad for leaf in leaves])
 
     def _values(
         self, outputs: Sequence[Tensor], loss: Tensor | None, gradients: Mapping[int, Any], of_inputs: Sequence[Any]
