@@ -9,7 +9,7 @@ layers that FSDP2 shards cannot be in a pipe: `FSDPStates` raises an ImportError
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,8 +33,7 @@ def fsdp_modules(layers: Iterable[nn.Module]) -> list[FSDPModule]:
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was called for this module itself."""
-    torch_fsdp = sys.modules.get("torch.distributed.fsdp")
-    return torch_fsdp is not None and isinstance(module, torch_fsdp.FSDPModule)
+    return id(module) in map(id, fsdp_modules([module]))
 
 
 def free_shards(layers: Iterable[nn.Module]) -> None:
@@ -86,27 +85,16 @@ class FSDPParameter:
         return self._private.reduce_dtype  # type: ignore[no-any-return]
 
 
-class _Setting(NamedTuple):
-    owner: Any
-    name: str
-    value: Any  # before it was changed
-
-
-class _Work(NamedTuple):
-    work: Any
-    sent: Tensor  # must stay until the work has ended
-
-
 class _LaterReduceScatter:
     """The reduction of one group of parameters, which is waited for later if FSDP leaves its result as it is.
 
     On accelerators, that is what streams are for.
     """
 
-    def __init__(self, group: Any, works: list[_Work]) -> None:
+    def __init__(self, group: Any, works: list[tuple[Any, Tensor]]) -> None:
         self._of_group = group
         self._now = group._reduce_scatter_comm
-        self._works = works
+        self._works = works  # each with the tensor that is sent, which must stay until the work has ended
         self.allocate = self._now.allocate
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
@@ -121,7 +109,7 @@ class _LaterReduceScatter:
         )
         work = self._now(output_tensor, input_tensor, group, op, async_op or is_final)
         if is_final:
-            self._works.append(_Work(work, input_tensor))
+            self._works.append((work, input_tensor))
         return work
 
 
@@ -145,8 +133,8 @@ class FSDPStates:
                 state._lazy_init()
                 _look_up(state)
         self._groups = [group for state in self._states for group in _groups_of(state)]
-        self._changed: list[_Setting] = []
-        self._works: list[_Work] = []
+        self._changed: list[tuple[Any, str, Any]] = []  # objects of FSDP, and what an attribute was before
+        self._works: list[tuple[Any, Tensor]] = []
 
     @property
     def parameters(self) -> list[FSDPParameter]:
@@ -175,21 +163,23 @@ class FSDPStates:
             owner, name, value = self._changed.pop()
             setattr(owner, name, value)
 
+    def _change(self, owner: Any, **values: Any) -> None:
+        for name, value in values.items():
+            self._changed.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+
     def _set(self, *, reduces: bool) -> None:
         for group in self._groups:
-            for name in ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info"):
-                self._changed.append(_Setting(group, name, getattr(group, name)))
-            group.reduce_grads = reduces
-            group.all_reduce_grads = True
-            group.reshard_after_backward = False
-            group.post_forward_mesh_info = None
+            self._change(
+                group,
+                reduce_grads=reduces,
+                all_reduce_grads=True,
+                reshard_after_backward=False,
+                post_forward_mesh_info=None,
+            )
         for state in self._states:  # a layer that is gathered next may be on another rank; the schedule says when
-            for name in ("_states_to_forward_prefetch", "_states_to_backward_prefetch"):
-                self._changed.append(_Setting(state, name, getattr(state, name)))
-                setattr(state, name, [])
-        for context in {id(state._state_ctx): state._state_ctx for state in self._states}.values():
-            self._changed.append(_Setting(context, "is_last_backward", context.is_last_backward))
-            context.is_last_backward = reduces
+            self._change(state, _states_to_forward_prefetch=[], _states_to_backward_prefetch=[])
+            self._change(state._state_ctx, is_last_backward=reduces)
 
     def unshard(self) -> None:
         """Gathers all parameters of the modules."""
@@ -209,8 +199,7 @@ class FSDPStates:
         self._set(reduces=True)
         try:
             for group in reversed(self._groups):
-                self._changed.append(_Setting(group, "_reduce_scatter_comm", group._reduce_scatter_comm))
-                group._reduce_scatter_comm = _LaterReduceScatter(group, self._works)
+                self._change(group, _reduce_scatter_comm=_LaterReduceScatter(group, self._works))
                 group.post_backward()
         finally:
             self.resume()
@@ -218,7 +207,7 @@ class FSDPStates:
     def finish_reduce(self) -> None:
         """Waits until the gradients of the shards are complete."""
         while self._works:
-            self._works.pop(0).work.wait()
+            self._works.pop(0)[0].wait()
         assert not self._changed, "gathered parameters are freed before gradients are reduced"
         self._set(reduces=True)
         try:
@@ -273,9 +262,11 @@ def _look_up(state: Any) -> None:
     """Raises an ImportError with the first name that an initialised state does not have."""
     require(state, "_root_post_backward_final_callback _comm_ctx.post_forward_order")
     for group in _groups_of(state):
-        require(group, "fsdp_params unshard wait_for_unshard reshard post_backward _training_state.IDLE")
-        require(group, "reduce_grads all_reduce_grads reshard_after_backward post_forward_mesh_info")
-        require(group, "mesh_info.replicate_mesh_dim force_sum_reduction_for_comms _reduce_scatter_comm.allocate")
-        require(group, "_post_forward_indices _all_gather_result _all_reduce_hook")
+        require(
+            group,
+            "fsdp_params unshard wait_for_unshard reshard post_backward _training_state.IDLE reduce_grads "
+            "all_reduce_grads reshard_after_backward post_forward_mesh_info mesh_info.replicate_mesh_dim force_sum_reduction_for_comms "
+            "_reduce_scatter_comm.allocate _post_forward_indices _all_gather_result _all_reduce_hook",
+        )
         for each in group.fsdp_params:
             require(each, "sharded_param reduce_dtype offload_to_cpu")

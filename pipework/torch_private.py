@@ -48,7 +48,7 @@ def require(owner: Any, names: str) -> None:
     """
     for name in names.split():
         try:
-            operator.attrgetter(name)(pkgutil.resolve_name(owner) if isinstance(owner, str) else owner)
+            pkgutil.resolve_name(f"{owner}.{name}") if isinstance(owner, str) else operator.attrgetter(name)(owner)
         except (AttributeError, ImportError):
             path = owner if isinstance(owner, str) else getattr(owner, "__name__", type(owner).__name__)
             raise ImportError(
@@ -57,34 +57,33 @@ def require(owner: Any, names: str) -> None:
             ) from None
 
 
-require("torch.autograd.Variable._execution_engine", "run_backward is_checkpoint_valid")
-require("torch._C._autograd", "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks")
-require("torch._C", "DisableTorchFunctionSubclass _are_functorch_transforms_active _is_any_autocast_enabled")
-require("torch._C", "_get_dispatch_mode _TorchDispatchModeKey.FAKE _storage_Use_Count DispatchKey.CPU DispatchKeySet")
-require("torch._C", "_len_torch_function_stack _len_torch_dispatch_stack _dynamo.eval_frame.get_eval_frame_callback")
-require("torch._C", "_dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key _dispatch_key_for_device")
-require("torch._C", "_get_schema")
-require("torch.ops.aten", "_unsafe_view.default add.Tensor._schema")
-require("torch.library", "get_kernel")
-require("torch.Tensor", "_version _make_subclass _backward_hooks _post_accumulate_grad_hooks _base _values")
-require("torch.UntypedStorage", "_cdata")
-require("torch", "_foreach_mul_ _foreach_norm")
-require("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype _has_foreach_support")
-require("torch.utils._python_dispatch", "TorchDispatchMode is_traceable_wrapper_subclass _push_mode _pop_mode")
-require("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")
-require("torch.utils._device", "DeviceContext")
-require("torch.overrides", "_get_current_function_mode_stack _push_mode _pop_mode")
+def _private(path: str) -> Any:
+    """What a private path of PyTorch names; raises an ImportError as `require` does."""
+    owner, _, name = path.rpartition(".")
+    require(owner, name)
+    return pkgutil.resolve_name(path)
+
+
+require(
+    "torch",
+    "_C._storage_Use_Count _C._len_torch_function_stack _C._len_torch_dispatch_stack _C._dispatch_get_all_op_names "
+    "_C._dispatch_has_kernel_for_dispatch_key _C._get_schema _foreach_norm ops.aten.add.Tensor._schema "
+    "utils._foreach_utils._group_tensors_by_device_and_dtype utils._foreach_utils._has_foreach_support "
+    "utils._python_dispatch._push_mode utils._python_dispatch._pop_mode utils._device.DeviceContext "
+    "overrides._get_current_function_mode_stack overrides._push_mode overrides._pop_mode UntypedStorage._cdata "
+    "Tensor._version Tensor._backward_hooks Tensor._post_accumulate_grad_hooks Tensor._base "
+    "nn.modules.batchnorm._BatchNorm nn.modules.batchnorm._NormBase",
+)
 require("torch.utils._pytree", "SUPPORTED_NODES TreeSpec is_namedtuple_class keystr register_pytree_node tree_flatten")
 require("torch.utils._pytree", "tree_flatten_with_path tree_leaves tree_map tree_structure tree_unflatten")
 require(nn.Module(), "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _compiled_call_impl")
 require(nn.Module(), "_non_persistent_buffers_set _save_to_state_dict _apply")
-require("torch.nn.modules.batchnorm", "_BatchNorm _NormBase")
 
 
 # Autograd
 
 
-_engine: Final[Any] = torch.autograd.Variable._execution_engine
+_engine: Final = _private("torch.autograd.Variable._execution_engine")
 
 
 def run_backward(outputs: tuple[Tensor | GradientEdge, ...], gradients: tuple[Tensor, ...], retain_graph: bool) -> None:
@@ -101,7 +100,7 @@ def gradients(output: GradientEdge, gradient: Tensor, inputs: tuple[Tensor, ...]
     return _engine.run_backward((output,), (gradient,), True, False, inputs, True, False)  # type: ignore[no-any-return]
 
 
-retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+retains_graph: Callable[[], bool] = _private("torch._C._autograd._get_current_graph_task_keep_graph")
 """Inside a node's backward: whether the caller asked for `retain_graph=True`. There is no public way to ask."""
 
 accumulates_all: Callable[[], bool] = _engine.is_checkpoint_valid
@@ -109,14 +108,14 @@ accumulates_all: Callable[[], bool] = _engine.is_checkpoint_valid
 asks it for reentrant checkpoints."""
 
 saved_tensor_hooks: Callable[[], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = functools.partial(
-    torch._C._autograd._top_saved_tensors_default_hooks, True
+    _private("torch._C._autograd._top_saved_tensors_default_hooks"), True
 )
 """The calling thread's innermost `saved_tensors_hooks`. There is no public way to ask."""
 
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
 """How often a tensor was changed in place; raises a RuntimeError for tensors of inference mode."""
 
-unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.aten._unsafe_view.default
+unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = _private("torch.ops.aten._unsafe_view.default")
 """The same memory in another shape. It is the one differentiable operator whose result is not a view, so in-place
 operations are allowed on it also if the tensor is a leaf."""
 
@@ -124,19 +123,21 @@ operations are allowed on it also if the tensor is a leaf."""
 # Subclasses of tensors, and what operators ask about them
 
 
-without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = _private(
+    "torch._C.DisableTorchFunctionSubclass"
+)
 """A context in which operators do not call `__torch_function__`. PyTorch's notes on extending it use it, too."""
 
-in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+in_transform: Callable[[], bool] = _private("torch._C._are_functorch_transforms_active")
 """Whether a `torch.func` transform is running."""
 
-any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+any_autocast: Callable[[], bool] = _private("torch._C._is_any_autocast_enabled")
 """Whether autocast is on for any kind of device."""
 
-make_subclass: Callable[[type, Tensor, bool], Tensor] = Tensor._make_subclass
+make_subclass: Callable[[type, Tensor, bool], Tensor] = _private("torch.Tensor._make_subclass")
 """A tensor of a subclass with the memory and the version counter of another one."""
 
-DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
+DispatchMode: Any = _private("torch.utils._python_dispatch.TorchDispatchMode")
 """The base of modes that see the operators below autograd."""
 
 
@@ -183,7 +184,7 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 _fake_mode: Final[Callable[[], object]] = functools.partial(
-    torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+    _private("torch._C._get_dispatch_mode"), _private("torch._C._TorchDispatchModeKey.FAKE")
 )
 """The mode in which the calling thread traces with tensors that have no values; None: it does not."""
 
@@ -200,8 +201,9 @@ class TracedAsParameter(Tensor):
         return _fake_mode() is not None or asks.f_globals.get("__name__", "").startswith("torch._functorch.")
 
 
-is_wrapper_subclass: Callable[[object], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
+is_wrapper_subclass: Callable[[object], bool] = _private("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
 """Whether a tensor stands for other tensors."""
+
 
 _OWN_HOOK: Final = -1  # PyTorch counts from 0
 
@@ -286,7 +288,7 @@ ALIGNMENT: Final = 64
 """The memory of a new tensor on the CPU begins at a multiple of so many bytes. This is no name, but it is not public
 either. If it changes, a result may differ in its last bit."""
 
-sparse_values: Callable[[Tensor], Tensor] = Tensor._values
+sparse_values: Callable[[Tensor], Tensor] = _private("torch.Tensor._values")
 """The values of a sparse tensor as they lie in memory; the public `values` refuses tensors that are not coalesced."""
 
 
@@ -437,7 +439,8 @@ def function_modes() -> list[TorchFunctionMode]:
     return [mode for mode in modes if type(mode) is not torch.utils._device.DeviceContext]
 
 
-dispatch_modes: Callable[[], list[TorchDispatchMode]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+dispatch_modes: Callable[[], list[TorchDispatchMode]]
+dispatch_modes = _private("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 """The same for modes that see the operators below autograd."""
 
 
@@ -459,7 +462,7 @@ def modes_pushed(function: Iterable[TorchFunctionMode], dispatch: Iterable[Torch
 # Kernels that draw random numbers
 
 
-dispatch_key: Callable[[str], str] = torch._C._dispatch_key_for_device
+dispatch_key: Callable[[str], str] = _private("torch._C._dispatch_key_for_device")
 """The key of the kernels for a type of device, such as "CUDA" for "cuda"."""
 
 
@@ -496,7 +499,8 @@ _FUSED_DROPOUT: Final = "aten::native_dropout"
 
 
 random_on_cpu: Callable[[Tensor], Any] = functools.partial(
-    torch.library.get_kernel("aten::random_", "CPU").call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    _private("torch.library.get_kernel")("aten::random_", "CPU").call_boxed,
+    _private("torch._C.DispatchKeySet")(_private("torch._C.DispatchKey.CPU")),
 )
 """`Tensor.random_` on the CPU by PyTorch's own kernel, also while another one stands in its place."""
 
@@ -544,7 +548,7 @@ def norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
     return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
 
 
-multiply_each: Callable[[list[Tensor], Tensor], None] = torch._foreach_mul_
+multiply_each: Callable[[list[Tensor], Tensor], None] = _private("torch._foreach_mul_")
 """Multiplies tensors of one device by a 0-dimensional one, in place; few kernels for all."""
 
 
