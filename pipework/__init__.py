@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from pipework.model.marks import Chunk, MicroBatches, NoChunk
     from pipework.model.sequential import PipeSequential, WithDevice
     from pipework.pipe import Pipe
-    from pipework.pipe_warning import PipeWarning
     from pipework.planning.balance import balance_by_size, balance_by_time
     from pipework.planning.measuring.plan_model import plan
     from pipework.planning.plan import Plan
     from pipework.saving import Checkpoint, load_checkpoint, save_checkpoint
     from pipework.skip import pop, skippable, stash
+    from pipework.tracebacks import PipeWarning
 
 __version__ = "0.1.0"
 
@@ -44,12 +44,12 @@ _HOMES: Final = {
     "model.marks": ("Chunk", "MicroBatches", "NoChunk"),
     "model.sequential": ("PipeSequential", "WithDevice"),
     "pipe": ("Pipe",),
-    "pipe_warning": ("PipeWarning",),
     "planning.balance": ("balance_by_size", "balance_by_time"),
     "planning.measuring.plan_model": ("plan",),
     "planning.plan": ("Plan",),
     "saving": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
     "skip": ("pop", "skippable", "stash"),
+    "tracebacks": ("PipeWarning",),
 }
 
 

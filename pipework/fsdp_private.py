@@ -265,8 +265,9 @@ def _look_up(state: Any) -> None:
         require(
             group,
             "fsdp_params unshard wait_for_unshard reshard post_backward _training_state.IDLE reduce_grads "
-            "all_reduce_grads reshard_after_backward post_forward_mesh_info mesh_info.replicate_mesh_dim force_sum_reduction_for_comms "
-            "_reduce_scatter_comm.allocate _post_forward_indices _all_gather_result _all_reduce_hook",
+            "all_reduce_grads reshard_after_backward post_forward_mesh_info mesh_info.replicate_mesh_dim "
+            "force_sum_reduction_for_comms _reduce_scatter_comm.allocate _post_forward_indices _all_gather_result "
+            "_all_reduce_hook",
         )
         for each in group.fsdp_params:
             require(each, "sharded_param reduce_dtype offload_to_cpu")

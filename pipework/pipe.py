@@ -23,14 +23,13 @@ from pipework.model.loss.settings import LossSettings
 from pipework.model.materialize import on_meta
 from pipework.model.sequential import tuple_rule
 from pipework.model.state_names import state_tensors
-from pipework.pipe_warning import warn_caller
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
 from pipework.skip.layout import verify_skippables
 from pipework.timeline import Recording
 from pipework.timeline.recording import checked_step
-from pipework.tracebacks import ShortTracebacks
+from pipework.tracebacks import ShortTracebacks, warn_caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data.distributed import DistributedSampler
 
-    from pipework.attached_forward import AttachedModel
+    from pipework.attached import AttachedModel
     from pipework.backend import Backend, ProcessGroupView
     from pipework.distributed.mesh import Mesh
     from pipework.model.marks import OwnSplit
@@ -152,12 +151,8 @@ class Pipe(Layers):
             from pipework.assignment.from_plan import checked_plan, planned_arguments  # seldom needed
 
             self._plan = plan = checked_plan(plan)
-            decided = {
-                "chunks": (chunks, 1),
-                "checkpoint": (checkpoint, "except_last"),
-                "balance": (balance, None),
-                "schedule": (schedule, "gpipe"),
-            }
+            decided = {"chunks": (chunks, 1), "checkpoint": (checkpoint, "except_last"), "balance": (balance, None)}
+            decided["schedule"] = schedule, "gpipe"
             chunks, balance, devices, schedule = planned_arguments(
                 plan, module, devices, decided, on_ranks=mesh is not None
             )
@@ -185,11 +180,8 @@ class Pipe(Layers):
             checkpoint = AS_SCHEDULED
         # Of several processes all have the same doubts, and one says so.
         if self._warns and backend.data_parallel_rank == 0 and 0 in (here or [0]):
-            alone = _doubt_about_no_mesh() if mesh is None and devices is None else None
-            for doubt in [
-                *doubts_about(module, assignment, chunks, balance, backend.devices),
-                *([alone] if alone else []),
-            ]:
+            alone = _doubts_about_no_mesh() if mesh is None and devices is None else []
+            for doubt in (*doubts_about(module, assignment, chunks, balance, backend.devices), *alone):
                 warn_caller(doubt)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)
@@ -592,12 +584,12 @@ class Pipe(Layers):
         return {**self.__dict__, "_executor": copy(self._executor)}
 
 
-def _doubt_about_no_mesh() -> str | None:
+def _doubts_about_no_mesh() -> list[str]:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
+        return []
     from pipework.distributed.mesh import doubt_about_no_mesh  # as below
 
-    return doubt_about_no_mesh()
+    return [text for text in [doubt_about_no_mesh()] if text]
 
 
 def backend_for(mesh: Mesh | DeviceMesh | None, devices: Sequence[int | str | torch.device] | None) -> Backend:

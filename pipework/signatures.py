@@ -11,21 +11,19 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+_OPTIONS: dict[str, Any] = {}
 if sys.version_info >= (3, 14):
     import annotationlib
 
-    def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-        """`inspect.signature`, also where annotations name what is there for type checkers only.
+    _OPTIONS["annotation_format"] = annotationlib.Format.FORWARDREF
 
-        Since Python 3.14 they may, as they are computed when somebody asks for them; `inspect.signature` does.
-        """
-        return inspect.signature(function, annotation_format=annotationlib.Format.FORWARDREF)
 
-else:
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """`inspect.signature`, also where annotations name what is there for type checkers only.
 
-    def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-        """`inspect.signature`."""
-        return inspect.signature(function)
+    Since Python 3.14 they may, as they are computed when somebody asks for them; `inspect.signature` does.
+    """
+    return inspect.signature(function, **_OPTIONS)
 
 
 def positional_names(module: nn.Module) -> tuple[str, ...]:

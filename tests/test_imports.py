@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "runtime.stage": {
         "autograd", "autograd.weight_split", "runtime", "runtime.random", "runtime.skips", "values",
     },
-    "model": {"autograd", "pipe_warning", "runtime", "runtime.random", "runtime.stage", "values"},
+    "model": {"autograd", "runtime", "runtime.random", "runtime.stage", "values"},
     "model.parts": {"model", "runtime.random", "values"},
     "model.loss": {"model", "runtime", "runtime.random", "runtime.stage", "values"},
     "planning": {"schedule", "schedule.analysis", "schedule.draw"},
@@ -70,27 +70,25 @@ MAY_IMPORT = {
         "values",
     },
     "verify": {"saving", "testing"},
-    "device_check": {"pipe", "pipe_warning", "skip", "testing"},
+    "device_check": {"pipe", "skip", "testing"},
     "backend": {"runtime"},
     "executor": {
-        "autograd", "backend", "model", "model.loss", "pipe_warning", "planning.measuring", "runtime",
+        "autograd", "backend", "model", "model.loss", "planning.measuring", "runtime",
         "runtime.random", "runtime.skips", "runtime.stage", "schedule", "skip", "values",
     },
     "pipe": {
-        "assignment", "backend", "distributed", "executor", "model", "model.loss", "pipe_warning",
+        "assignment", "backend", "distributed", "executor", "model", "model.loss",
         "runtime.random", "runtime.stage", "schedule", "skip", "summary", "timeline", "verify",
     },
     "integrations": {"model.parts", "saving"},
-    "attached_forward": {"model", "model.parts", "runtime", "values"},
     "attached": {
-        "assignment", "attached_forward", "backend", "integrations", "model", "model.parts",
-        "pipe", "pipe_warning", "planning.balance", "schedule", "values",
+        "assignment", "backend", "integrations", "model", "model.parts", "pipe", "planning.balance", "runtime",
+        "schedule", "values",
     },
     "saving": {"__init__", "model", "values"},  # what it needs of a pipe are its partitions
-    "pipe_warning": set(),
     "__init__": {
         "assignment", "attached", "distributed", "distributed.health", "integrations", "model", "pipe",
-        "pipe_warning", "planning", "planning.balance", "planning.measuring", "saving", "skip",
+        "planning", "planning.balance", "planning.measuring", "saving", "skip",
     },
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -20,8 +20,8 @@ ERRORS = {
 
 def test_all_of_them_are_found() -> None:
     assert list(ERRORS) == [
-        "pipework.PipelineError",
         "pipework.PipeWarning",
+        "pipework.PipelineError",
         "pipework.saving.DamagedError",
         "pipework.saving.UnfitError",
         "pipework.schedule.ScheduleError",

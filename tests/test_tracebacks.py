@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import Pipe
-from pipework.tracebacks import VARIABLE, shortened
+from pipework import Pipe, PipeWarning
+from pipework.tracebacks import VARIABLE, shortened, warn_caller
 
 
 class Odd(nn.Module):
@@ -111,3 +111,17 @@ def test_in_groups(whole_error: ValueError) -> None:
     group = ExceptionGroup("both", [whole_error, KeyError(3)])
     assert "stage_run.py" not in shortened(group)
     assert "KeyError: 3" in shortened(group)
+
+
+class Wrapped(Pipe):
+    def __init__(self, module: nn.Sequential) -> None:
+        super().__init__(module, chunks=2, balance=[2], devices=["cpu"] * 2)  # the caller
+
+
+def test_the_line_is_the_callers() -> None:
+    with pytest.warns(PipeWarning, match="^two words$") as seen:
+        warn_caller("two words")
+    with pytest.warns(PipeWarning, match="2 devices for 1 worker") as of_pipe:
+        Wrapped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert [each.filename for each in (*seen, *of_pipe)] == [__file__] * 2
+    assert of_pipe[0].lineno == Wrapped.__init__.__code__.co_firstlineno + 1

@@ -20,8 +20,8 @@ from pipework.compat.installing import add_submodules
 from pipework.model import marks, sequential
 from pipework.model.layers import uncalled_hooks
 from pipework.model.sequential import PipeSequential
-from pipework.pipe_warning import warn_caller
 from pipework.torch_private import has_hooks
+from pipework.tracebacks import warn_caller
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -34,7 +34,7 @@ from pipework.values import nested, structure_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipework.attached_forward import AttachedModel
+    from pipework.attached import AttachedModel
     from pipework.executor import Executor, PreparedBatch
     from pipework.pipe import Pipe
     from pipework.runtime.transport import Message

@@ -38,6 +38,7 @@ class PipelineError(RuntimeError):
     Each argument is an attribute of the same name.
 
     Example:
+        >>> from pipework.distributed.health.errors import exit_code
         >>> error = PipelineError("rank 2 (stage 2) failed: ValueError: no", rank=2, traceback_text="Traceback ...")
         >>> print(error)
         rank 2 (stage 2) failed: ValueError: no
