@@ -228,9 +228,7 @@ class Executor:
             program = self._program(len(split.rows), mode, inside=inside)
         except ValueError as error:  # a schedule of the caller's own is for fewer micro-batches
             raise self._backend.common_error(error) from None
-        self._refuse_wrong_target(
-            program, call, return_output, loss_scale is not None, trains, everywhere
-        )
+        self._refuse_wrong_target(program, call, return_output, loss_scale is not None, trains, everywhere)
         shows = warns and split.is_cut and len(split.rows) > 1  # how the layers and the loss treat rows
         inner, padding = None, None
         if inside:
