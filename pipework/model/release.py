@@ -27,33 +27,22 @@ class _Released:
         self.owner = owner
         self._layer = layer  # a unit shares its hooks with the model's own module, and PyTorch refers to it weakly
         self._gone = f"{layer_text(name, layer)} has no values in this process: {owner} trains it"
-        layer.register_forward_pre_hook(self._refuse_forward)
-        layer.register_state_dict_pre_hook(self._refuse_to_save)  # type: ignore[no-untyped-call]
-        layer.register_load_state_dict_pre_hook(self._refuse_to_load)  # type: ignore[no-untyped-call]
+        layer.register_forward_pre_hook(self._refuse)
+        layer.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
+        layer.register_load_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
         layer.__dict__[_ATTRIBUTE] = self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """A copy, or a file, of the whole model would have layers without values."""
-        self._refuse_to_save()
+        self._refuse()
 
-    def _refuse_forward(self, layer: nn.Module, arguments: Any) -> NoReturn:
+    def _refuse(self, *_: Any) -> NoReturn:
         raise RuntimeError(
-            f"{self._gone}. Call the pipe itself, pipe(x), on all ranks; for one process that has all layers, save the "
-            "pipe with pipework.save_checkpoint, turn the checkpoint into a state dict with `python -m pipework "
-            "convert`, and load that into a new model"
-        )
-
-    def _refuse_to_save(self, *_: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{self._gone}. pipe.state_dict() has the layers of this process; pipework.save_checkpoint saves those of "
-            "all, and `python -m pipework convert` turns the checkpoint into a state dict of the whole model; "
-            "pipework.save_pretrained writes a model of transformers"
-        )
-
-    def _refuse_to_load(self, *_: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{self._gone}. Load a state dict into the model before the pipe is made, or a checkpoint into the pipe "
-            "with pipework.load_checkpoint"
+            f"{self._gone}. Call the pipe itself, pipe(x), on all ranks. Load a state dict into the model before the "
+            "pipe is made, or a checkpoint into the pipe with pipework.load_checkpoint. pipe.state_dict() has the "
+            "layers of this process; pipework.save_checkpoint saves those of all, and `python -m pipework convert` "
+            "turns the checkpoint into a state dict of the whole model; pipework.save_pretrained writes a model of "
+            "transformers"
         )
 
 
@@ -98,15 +87,11 @@ def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collectio
             if id(parameter) not in own:  # a weak reference would keep PyTorch from swapping the tensor
                 setattr(parameter, _ATTRIBUTE, (state_name({name: layer}, f"{name}.{path}"), owner))
         _Released(name, layer, owner)
-        for unit_name, unit in units_of(layer).items():
+        # The units of a part of a model share their hooks with the model's own modules.
+        units: dict[str, nn.Module] = getattr(layer, "units_here", dict)()
+        for unit_name, unit in units.items():
             if any(id(tensor) not in own for tensor in (*unit.parameters(), *unit.buffers())):
                 _Released(unit_name, unit, owner)
-
-
-def units_of(layer: nn.Module) -> dict[str, nn.Module]:
-    """The units of a part of a model, by their names there; they share their hooks with the model's own modules."""
-    units = getattr(layer, "units_here", None)
-    return {} if units is None else units()
 
 
 def released_from(parameter: Tensor) -> tuple[str, str] | None:

@@ -168,14 +168,14 @@ class Skippable(nn.Module):
 
     def _obey(self, commands: Generator[Any, Tensor | None, Any], stashed: set[str], popped: set[str]) -> Any:
         """Carries out all commands and returns what the generator returns."""
+        reply: Tensor | None = None
         try:
-            command = next(commands)
             while True:
+                command, reply = commands.send(reply), None
                 if isinstance(command, stash):
                     self._stash(command.name, command.tensor, stashed)
-                    command = next(commands)
                 elif isinstance(command, pop):
-                    command = commands.send(self._pop(command.name, popped))
+                    reply = self._pop(command.name, popped)
                 else:
                     raise TypeError(f"{command!r} is not a command from @skippable")
         except StopIteration as end:
