@@ -3,6 +3,5 @@
 * `rank_transport`: the transport of one run: which values go through queues, and which through channels.
 * `groups`: how process groups are made, and how they end; the protocol `Group` is what is used of them.
 * `channel`: messages between two ranks, in order; between accelerators without the CPU.
-* `packet`: the first piece of a message, with its small tensors.
 * `header`: dtypes and shapes of the tensors of a message, and the structure around them.
 """

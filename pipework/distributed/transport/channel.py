@@ -1,20 +1,19 @@
 """A channel between two ranks, in both directions: messages in order, described if their form has changed.
 
-A message is a packet with four numbers, and with its tensors if they are small. Larger ones follow, each by itself,
-directly from and into their memory:
+A message is three numbers, and its tensors, each by itself, directly from and into their memory:
 
-    sender                                             receiver
-    packet: number, what changed, what has arrived --> packet: posted ahead, with the tensors it expects
-    large tensors                                  --> buffers in the form of the last message to the same address
+    sender                                              receiver
+    numbers: which message, bytes of a description, --> posted ahead
+             how many messages have arrived
+    tensors                                         --> posted ahead, in the form of the last message to this address
     or, if the form is another one:
-    the four numbers alone, and a byte for each large tensor that was expected, which ends its receive
-    the description, then the tensors              --> buffers in the form that is described
+    a byte in place of each tensor expected         --> ends its receive
+    the description, then the tensors               --> buffers in the form that is described
 
 gloo accepts a message that is shorter than its buffer without an error, and ends the process at a longer one. So a
-message is received only if both sides know its size. The numbers alone, and the byte for a tensor, are shorter than
-their buffers on purpose.
+tensor is received only if both sides know its size. The byte in place of a tensor is shorter than its buffer on purpose.
 
-A rank acknowledges what has arrived in the packets that it sends: only then does the other one release its memory.
+A rank acknowledges what has arrived in the numbers that it sends: only then does the other one release its memory.
 
 Tensors on an accelerator go directly to the other one if there is a `device_channel`: in the order in which they are
 sent, and received when their sizes are known. Else they are copied to the CPU and back.
@@ -25,13 +24,11 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 
 from pipework.distributed.transport import header
 from pipework.distributed.transport.groups import LostConnectionError, break_group
-from pipework.distributed.transport.packet import Packet, Packets, fits_in_packet
 from pipework.torch_private import require, transfer_together
 from pipework.values import tensor_form
 from pipework.values.dtensor import local_part
@@ -47,18 +44,7 @@ if TYPE_CHECKING:
     from pipework.values.tensor_form import TensorForm
 
 
-class _Expected(NamedTuple):
-    """The form of the last message to an address, which both sides know, and expect of the next one.
-
-    Attributes:
-        form: of the message.
-        packets: for such messages.
-        packed: whether the tensors are in the packet, too.
-    """
-
-    form: header.Description
-    packets: Packets
-    packed: bool
+_NUMBERS = 3  # at the beginning of a message
 
 
 class _Posted(NamedTuple):
@@ -67,16 +53,14 @@ class _Posted(NamedTuple):
     Attributes:
         number: of the message.
         expected: its form if nothing has changed.
-        packet: where it arrives.
-        work: ends when the packet has arrived.
-        buffers: for tensors that are not in the packet.
-        works: end when these have arrived.
+        numbers: where those of the message arrive.
+        buffers: for its tensors.
+        works: end when the numbers, and what is in the buffers, have arrived.
     """
 
     number: int
-    expected: _Expected
-    packet: Packet
-    work: Any
+    expected: header.Description
+    numbers: Tensor
     buffers: tuple[Tensor | None, ...]
     works: list[Any]
 
@@ -87,15 +71,11 @@ class _Kept(NamedTuple):
     Attributes:
         number: of the message.
         works: end when it is sent.
-        packet: of it.
-        packets: to which the packet is given back.
-        parts: all other memory that was sent.
+        parts: the memory that is sent.
     """
 
     number: int
     works: list[Any]
-    packet: Packet
-    packets: Packets
     parts: list[Tensor]
 
 
@@ -162,12 +142,10 @@ class Channel:
         self._device = device
         self._device_channel = device_channel
         self._mesh = mesh
-        # The first message to an address is expected to be empty, so that its packet is the numbers alone.
-        self._nothing = _Expected(header.Description((), None), Packets(()), packed=True)
-        self._packets: WeakValueDictionary[Any, Packets] = WeakValueDictionary()  # by the forms of the tensors in them
-        # The form of the last message to each address, which the other side knows as well.
-        self._sent_forms: dict[Address, _Expected] = {}
-        self._received_forms: dict[Address, _Expected] = {}
+        # The form of the last message to each address, which the other side knows as well; at first it is empty.
+        self._nothing = header.Description((), None)
+        self._sent_forms: dict[Address, header.Description] = {}
+        self._received_forms: dict[Address, header.Description] = {}
         self._sent = 0
         self._kept: deque[_Kept] = deque()
         self._posted: dict[Address, _Posted] = {}
@@ -185,28 +163,18 @@ class Channel:
             LostConnectionError: the other rank is gone.
         """
         expected = self._sent_forms.get(address, self._nothing)
-        description, parts = b"", []
-        if expected.form.fits(tensors, around):
-            packets = expected.packets
-            packet = packets.get()
-            if expected.packed:
-                packet.put(tensors)
-            else:
-                parts = self._memories(tensors)
-        else:
+        description, parts = b"", self._memories(tensors)
+        if not expected.fits(tensors, around):
             form = header.describe(tensors, around)
             description = header.encode(form)
             # A copy: the sender may change the values around the tensors afterwards.
-            self._sent_forms[address] = self._expect(header.decode(description))
-            packets = self._nothing.packets
-            packet = packets.get()
-            if not expected.packed:
-                parts = [torch.zeros(1, dtype=torch.uint8) for each in expected.form.forms if self._is_posted(each)]
-            parts += [torch.frombuffer(bytearray(description), dtype=torch.uint8), *self._memories(tensors)]
+            self._sent_forms[address] = header.decode(description)
+            instead = [_bytes(1) for each in expected.forms if self._is_posted(each)]
+            parts = [*instead, torch.frombuffer(bytearray(description), dtype=torch.uint8), *parts]
         number, self._sent = self._sent, self._sent + 1
-        packet.numbers[:] = [number, len(description), self._arrived, 0]
+        numbers = torch.tensor([number, len(description), self._arrived], device="cpu")
         try:
-            works = [self._outgoing.send([packet.memory], self._peer, 2 * number)]
+            works = [self._outgoing.send([numbers], self._peer, 2 * number)]
             works += [self._outgoing.send([part], self._peer, 2 * number + 1) for part in parts]
             if self._device_channel is not None:
                 memories = [
@@ -217,20 +185,18 @@ class Channel:
                 parts += memories
         except RuntimeError as error:
             raise LostConnectionError(self._rank) from error
-        self._kept.append(_Kept(number, works, packet, packets, parts))
+        self._kept.append(_Kept(number, works, [numbers, *parts]))
 
     def post(self, address: Address) -> None:
         """Begins to receive the next message to this address. Posts have the order in which the other rank sends."""
         number, self._expected = self._expected, self._expected + 1
         expected = self._received_forms.get(address, self._nothing)
-        packet = expected.packets.get()
-        buffers = () if expected.packed else self._buffers(expected.form)
+        numbers, buffers = torch.empty(_NUMBERS, dtype=torch.int64, device="cpu"), self._buffers(expected)
         try:
-            work = self._incoming.recv([packet.memory], self._peer, 2 * number)
-            works = self._receive(number, buffers)
+            works = [self._incoming.recv([numbers], self._peer, 2 * number), *self._receive(number, buffers)]
         except RuntimeError as error:
             raise LostConnectionError(self._rank) from error
-        self._posted[address] = _Posted(number, expected, packet, work, buffers, works)
+        self._posted[address] = _Posted(number, expected, numbers, buffers, works)
 
     def take(self, address: Address) -> Message:
         """Waits for a message that was posted.
@@ -250,36 +216,32 @@ class Channel:
 
     def _receive_message(self, address: Address) -> tuple[header.Description, tuple[Tensor | None, ...]]:
         """Waits for a message, and returns its form and its tensors."""
-        number, expected, packet, work, buffers, works = self._posted.pop(address)
-        form = expected.form
+        number, form, numbers, buffers, works = self._posted.pop(address)
         with self._transferring():
-            work.wait()
-        arrived_number, length, acknowledged, _ = packet.numbers
+            for work in works:
+                work.wait()
+        arrived_number, length, acknowledged = numbers.tolist()
         if arrived_number != number:
             raise RuntimeError(
                 f"message {arrived_number} of rank {self._rank} arrived instead of message {number}, for {address}"
             )
-        with self._transferring():
-            for each in works:
-                each.wait()
         if length:
-            data = torch.empty(length, dtype=torch.uint8)
+            data = _bytes(length)
             with self._transferring():
                 self._incoming.recv([data], self._peer, 2 * number + 1).wait()
             description = data.numpy().tobytes()
             form = header.decode(description)
-            # Likewise: the layers may change the values that they get.
-            self._received_forms[address] = self._expect(header.decode(description))
+            # A copy: the layers may change the values around the tensors that they get.
+            self._received_forms[address] = header.decode(description)
             buffers = self._buffers(form)
             with self._transferring():
-                for each in self._receive(number, buffers):
-                    each.wait()
-        tensors = packet.tensors() if expected.packed and not length else form.tensors(buffers)
-        if not length and header.may_be_changed(form.around):
+                for work in self._receive(number, buffers):
+                    work.wait()
+        elif header.may_be_changed(form.around):
             form = header.decode(header.encode(form))
+        tensors = form.tensors(buffers)
         if self._device_channel is not None:
             tensors = _with_device_tensors(self._device_channel, tensors, form)
-        expected.packets.give_back(packet)
         self._release(acknowledged)
         self._note_arrival(number)
         return form, tensors
@@ -319,7 +281,7 @@ class Channel:
         self._early.clear()
 
     def _memories(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """The memory of tensors that go through the CPU, without a packet."""
+        """The memory of tensors that go through the CPU."""
         present = [part for tensor in tensors if tensor is not None and (part := local_part(tensor)).numel()]
         if self._device_channel is not None:
             present = [tensor for tensor in present if not tensor_form.lies_on_accelerator(tensor)]
@@ -333,7 +295,7 @@ class Channel:
         return self._device_channel is None or not form.on_accelerator
 
     def _is_posted(self, form: tensor_form.TensorForm | None) -> bool:
-        """Whether the receive of such a tensor begins before its packet has arrived."""
+        """Whether the receive of such a tensor begins before the numbers of its message have arrived."""
         return form is not None and 0 not in form.shape and self._through_cpu(form)
 
     def _receive(self, number: int, buffers: Sequence[Tensor | None]) -> list[Any]:
@@ -342,15 +304,6 @@ class Channel:
             for buffer in buffers
             if buffer is not None and buffer.numel()
         ]
-
-    def _expect(self, form: header.Description) -> _Expected:
-        """The expectation after a message of that form."""
-        if not fits_in_packet(form.forms):
-            return _Expected(form, self._nothing.packets, packed=False)
-        packets = self._packets.get(form.forms)
-        if packets is None:
-            packets = self._packets[form.forms] = Packets(form.forms)
-        return _Expected(form, packets, packed=True)
 
     def _release(self, acknowledged: int) -> None:
         """Drops the messages before this number, which the other rank has received."""
@@ -361,7 +314,6 @@ class Channel:
                     work.wait()
             except RuntimeError as error:
                 raise LostConnectionError(self._rank) from error
-            kept.packets.give_back(kept.packet)
             self._kept.popleft()
 
     def _note_arrival(self, number: int) -> None:
@@ -378,3 +330,7 @@ def _with_device_tensors(
     forms = [each if each is not None and each.on_accelerator else None for each in form.forms]
     received = iter(device_channel.receive([each for each in forms if each is not None]))
     return tuple([tensor if each is None else next(received) for tensor, each in zip(tensors, forms, strict=True)])
+
+
+def _bytes(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.uint8, device="cpu")
