@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -47,6 +48,7 @@ def enter(output: str, errors: str, environment: dict[str, str]) -> None:
         file = os.open(path, flags, 0o600)
         os.dup2(file, number)
         os.close(file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore Ctrl-C
     os.environ.clear()
     os.environ.update(environment)
 

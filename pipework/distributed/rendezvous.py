@@ -189,7 +189,12 @@ class Rendezvous:
         return DataParallel(group, ranks, device_group, self._mesh.data_parallel_size)
 
     def _connect(self, store: Store) -> None:
-        """Makes a channel to each worker that this one exchanges messages with; both sides in the same order."""
+        """Makes a channel to each worker that this one exchanges messages with.
+
+        Every step waits for the other rank of a pair. All ranks take their pairs in ascending order, and both ranks of
+        a pair take its steps in the same order, so the first step of all that is not done has both its ranks: no ranks
+        wait for each other in a circle.
+        """
         mesh, spec = self._mesh, self._spec
         place, here = spec.placement, mesh.worker
         pairs = [(place[a], place[b]) for a, b in spec.pairs]

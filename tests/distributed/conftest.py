@@ -44,9 +44,6 @@ class Member:
         self._events += map(json.loads, lines)
         return [each for each in self._events if each["event"] == event]
 
-    def ended(self) -> int:
-        return self._running.ended(HARD).returncode
-
 
 @pytest.fixture
 def store() -> TCPStore:

@@ -11,7 +11,6 @@ from torch.distributed import PrefixStore, TCPStore
 
 from pipework.distributed.health.errors import exit_code
 from pipework.distributed.health.monitor import HealthMonitor
-from pipework.distributed.health.preemption import Preemption
 from pipework.schedule import Action
 from tests.injection import Fault
 
@@ -36,12 +35,7 @@ def main() -> None:
     say("started")
     server.wait(["go"])
     try:
-        preemption = Preemption(monitor)
-        preemption.install()
         for step in range(settings.get("steps", 10**6)):
-            if preemption.requested:
-                say("preempted", reason=preemption.reason)
-                break
             monitor.begin("training step")
             monitor.progress.action = Action("B", rank, 3)
             monitor.progress.count += 1
@@ -50,7 +44,7 @@ def main() -> None:
                 say("fault")
                 fault.strike()
                 say("survived")
-            time.sleep(settings.get("pause", 0.2))
+            time.sleep(0.2)
             monitor.end()
     except BaseException as error:
         say("raised", text=str(error))
@@ -58,8 +52,6 @@ def main() -> None:
         time.sleep(settings.get("linger", 0))
         os._exit(exit_code(error))
     time.sleep(settings.get("linger", 0))
-    if settings.get("ends_with_error"):
-        raise LookupError("after the last step")
 
 
 if __name__ == "__main__":

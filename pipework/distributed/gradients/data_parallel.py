@@ -42,14 +42,6 @@ _SHOWN: Final = 5  # names in a message
 _OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}  # bytes
 
 
-class _Form(NamedTuple):
-    """A parameter that gets a gradient, with its dtype and shape at that time."""
-
-    parameter: Tensor
-    dtype: torch.dtype
-    shape: torch.Size
-
-
 class TrainedParameters:
     """The parameters that one replica trains: the sum of fingerprints over replicas shows whether all train the same.
 
@@ -80,7 +72,7 @@ class TrainedParameters:
                 _refuse_to_sum(name, tensor)
         # No weak references: with one, PyTorch cannot give memory to a parameter on the meta device.
         self._known = named
-        self._forms: list[_Form] | None = None
+        self._forms: list[Any] | None = None  # of the parameters of the last step
         self._fingerprint = torch.empty(0)
 
     def fingerprint(self, parameters: Sequence[Tensor]) -> Tensor:
@@ -92,9 +84,9 @@ class TrainedParameters:
         Raises:
             TypeError: a gradient cannot be averaged.
         """
-        if not self._is_unchanged(parameters):
-            self._fingerprint = self._compute(parameters)
-            self._forms = [_Form(each, each.dtype, each.shape) for each in parameters]
+        forms = [(id(each), each.dtype, each.shape) for each in parameters]
+        if forms != self._forms:
+            self._fingerprint, self._forms = self._compute(parameters), forms
         return self._fingerprint
 
     def refuse_differences(self, mine: Tensor, total: Tensor, replicas: int) -> None:
@@ -118,13 +110,6 @@ class TrainedParameters:
             f"the replicas train different parameters: {what if names else 'their shapes, dtypes or order differ'}. "
             "Freeze, unfreeze, convert and replace parameters on all replicas"
         )
-
-    def _is_unchanged(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are the parameters of the last step."""
-        if self._forms is None or len(self._forms) != len(parameters):
-            return False
-        pairs = zip(parameters, self._forms, strict=True)
-        return all(now is form.parameter and now.dtype is form.dtype and now.shape == form.shape for now, form in pairs)
 
     def _compute(self, parameters: Sequence[Tensor]) -> Tensor:
         names = {id(tensor): name for name, tensor in self._known}

@@ -92,9 +92,6 @@ class HealthMonitor:
         failure: the first failure elsewhere; None: this rank knows of none.
         own_report: a failure that this rank publishes.
 
-    Raises:
-        ValueError: the times contradict each other, or there is no such rank.
-
     Example:
         >>> from torch.distributed import HashStore
         >>> monitor = HealthMonitor(HashStore(), rank=0, ranks=1)
@@ -124,8 +121,6 @@ class HealthMonitor:
         pipe: int = 1,
         lingers: bool = False,
     ) -> None:
-        if not 0 <= rank < ranks:
-            raise ValueError(f"rank must be one of 0 to {ranks - 1}, got {rank}")
         self.progress = Progress()
         self.failure: PeerFailure | None = None
         self.own_report: PeerFailure | None = None
@@ -236,8 +231,7 @@ class HealthMonitor:
 
     def error(self) -> PipelineError:
         """The failure as an exception."""
-        if self.failure is None:
-            raise RuntimeError("nothing has failed, so there is no error: check `failure` first")
+        assert self.failure is not None
         return self._as_error(self.failure, self.failure.text)
 
     def _as_error(self, failure: PeerFailure, text: str) -> PipelineError:

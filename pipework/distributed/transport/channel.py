@@ -11,7 +11,8 @@ A message is three numbers, and its tensors, each by itself, directly from and i
     the description, then the tensors               --> buffers in the form that is described
 
 gloo accepts a message that is shorter than its buffer without an error, and ends the process at a longer one. So a
-tensor is received only if both sides know its size. The byte in place of a tensor is shorter than its buffer on purpose.
+tensor is received only if both sides know its size. The byte in place of a tensor is shorter than its buffer on
+purpose.
 
 A rank acknowledges what has arrived in the numbers that it sends: only then does the other one release its memory.
 

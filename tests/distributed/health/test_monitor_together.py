@@ -33,21 +33,6 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("pipework monitor")]
 
 
-def test_another_kind_of_call(watched: Watching) -> None:
-    first, second = watched(0), watched(1)
-    for monitor in (first, second):
-        monitor.begin("training step")
-        monitor.end()
-    first.begin("training step")
-    second.begin("evaluation")
-    failures = [monitor.wait_for_failure(HARD) for monitor in (first, second)]
-    assert {failure and failure.kind for failure in failures} == {"disagreement"}
-    assert failures[0] is not None
-    assert "call 2 is '" in failures[0].text
-    assert "1 training step, 1 evaluation" in failures[0].text
-    assert "2 training steps" in failures[0].text
-
-
 def test_another_kind_of_call_that_is_over(watched: Watching) -> None:
     """The first stage of a pipeline need not wait for an evaluation to end, and goes on to the next call."""
     first, second = watched(0), watched(1)
@@ -198,47 +183,6 @@ def test_a_failing_callback_keeps_no_other_from_being_called(watched: Watching, 
     assert "has failed itself" in caplog.text
 
 
-GARBAGE = [
-    b"\x80\x04\x95cposix\nsystem\n",
-    b"",
-    b"null",
-    b"[[[[",
-    b"[" * 100_000,
-    b"1" * 10_000,
-    b'{"rank": 0, "kind": "explosion", "text": "", "where": null, "traceback_text": ""}',
-    b'{"rank": 99, "kind": "error", "text": "", "where": null, "traceback_text": ""}',
-    b'{"rank": true, "kind": "error", "text": "", "where": null, "traceback_text": ""}',
-    b'{"number": 1e999, "call": {}}',
-    b'{"number": -1, "left": true, "call": {"number": 0, "inside": 1, "recent": 7, "counts": []}}',
-    b"x" * 3_000_000,
-]
-
-
-@pytest.mark.thorough
-def test_garbage_in_every_key_is_ignored(watched: Watching, store: TCPStore) -> None:
-    first, second = watched(0, detect=6), watched(1, detect=6)
-    for monitor in (first, second):
-        monitor.begin("training step")
-    other = PrefixStore("test", store)
-    for garbage in GARBAGE:
-        for key in ("heartbeat", "failure", "messages"):
-            for rank in range(3):
-                other.set(f"{key}/{rank}", garbage)
-        other.set("changed", garbage)
-        time.sleep(0.15)
-    assert (first.failure, second.failure) == (None, None)
-    assert first.announced("preempt") == {}
-    for rank in range(2):  # a key that is deleted makes a request for several wait
-        other.delete_key(f"heartbeat/{rank}")
-    second.announce("preempt", {"step": 3})
-    assert await_(lambda: first.announced("preempt")) == {1: {"step": 3}}
-    second.report(ValueError("bad row"))
-    other.set("failure/1", "garbage once more")
-    failure = first.wait_for_failure(HARD)
-    assert failure is not None
-    assert failure.text.endswith("ValueError: bad row")
-
-
 @pytest.mark.thorough
 def test_a_broken_connection_is_made_anew(watched: Watching, caplog: Any) -> None:
     first, second = watched(0, detect=10), watched(1, detect=10)
@@ -249,12 +193,6 @@ def test_a_broken_connection_is_made_anew(watched: Watching, caplog: Any) -> Non
     first.announce("little", 1)
     assert await_(lambda: second.announced("little")) == {0: 1}
     assert (first.failure, second.failure) == (None, None)
-
-
-def test_a_rank_that_never_comes(watched: Watching) -> None:
-    failure = watched(0, 2, join=2.0).wait_for_failure(HARD)
-    assert failure is not None
-    assert failure.text.startswith("rank 1 (stage 1) did not appear within 2.")
 
 
 def test_a_closed_watch_ends_its_threads(store: TCPStore) -> None:
@@ -293,17 +231,6 @@ def test_a_forked_child_neither_beats_nor_leaves(watched: Watching) -> None:
     failure = first.wait_for_failure(HARD)  # the connection has survived the child's end
     assert failure is not None
     assert failure.kind == "left"
-
-
-def test_errors_before_work(store: TCPStore) -> None:
-    with pytest.raises(ValueError, match="rank must be one of 0 to 1, got 2"):
-        HealthMonitor(store, 2, 2)
-    with pytest.raises(ValueError, match=r"detect >= 4 x beat.*got poll=0.1, beat=1, detect=2"):
-        HealthMonitor(store, 0, 2, beat=1, detect=2)
-    with pytest.raises(ValueError, match="action_timeout must be a positive number of seconds, got 0"):
-        HealthMonitor(store, 0, 2, action_timeout=0)
-    with pytest.raises(RuntimeError, match="nothing has failed"):
-        HealthMonitor(store, 0, 2).error()
 
 
 # ---- without threads: each exchange is made by the test -------------------------------------------------------------
