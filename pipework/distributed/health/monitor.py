@@ -19,7 +19,6 @@ moment, and after a broken connection everything is still here to be written aga
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import contextvars
 import json
@@ -30,6 +29,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from pipework.distributed.health import status
@@ -156,6 +156,10 @@ class HealthMonitor:
     def start(self) -> None:
         """Publishes the first heartbeat at once, so that ranks that start later find it, and starts the threads."""
         self._publish_beat()
+        # A thread of the monitor may drop the last reference to the pipe, and so destroy its process groups. If the
+        # interpreter ended meanwhile, that would abort the process. At the exit the monitor lives as long as its
+        # threads, and this waits for them.
+        weakref.finalize(self, _call_if_alive, weakref.WeakMethod(self.close))
         for number, target in enumerate((self._exchange, self._guard)):
             self._start(threading.Thread(target=target, name=f"pipework monitor {number}", daemon=True))
 
@@ -169,8 +173,6 @@ class HealthMonitor:
             return False
         self._closing.set()
         self._wake.put(None)
-        if threading.current_thread() in self._threads:  # which drops the pipe last; the main thread waits for it
-            atexit.register(self.close)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 # A thread that returns from PyTorch when the interpreter is gone aborts the process. On a busy machine
@@ -572,3 +574,8 @@ class HealthMonitor:
             waited_for -= {rank for rank in waited_for if self._client.read(f"acknowledged/{rank}") is not None}
             time.sleep(0.02)
         self._others_left = not waited_for
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[[], object]]) -> None:
+    if (call := method()) is not None:
+        call()
