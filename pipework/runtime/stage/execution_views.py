@@ -11,6 +11,7 @@ from collections import Counter
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from pipework import torch_private
@@ -81,14 +82,16 @@ class View:
         for original, copy in self._pairs:
             copy._modules.clear()
             copy._modules.update({name: copies.get(id(child), child) for name, child in original._modules.items()})
-        self.module = copies[id(self._layer)]
+        self.module = copies.get(id(self._layer), self._layer)
 
     def _copied(self, modules: list[nn.Module]) -> list[nn.Module]:
         """The modules to copy: shared ones, all modules inside of them, and all modules that contain them.
 
-        A module inside of a shared one is copied also if the user has put it there after the pipe was made.
+        A module inside of a shared one is copied also if the user has put it there after the pipe was made. A scripted
+        module is never copied.
         """
         shared = self._shared
+        modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
         if shared is None:
             return modules
         roots = [module for module in modules if identity(module) in shared]
@@ -123,7 +126,10 @@ def shared_modules(stages: Sequence[Iterable[nn.Module]]) -> set[int]:
     """The identities of all modules that are reached from more than one stage."""
     reached: Counter[int] = Counter()
     for layers in stages:
-        reached.update({identity(module) for layer in layers for module in layer.modules()})
+        every = {module for layer in layers for module in layer.modules()}
+        # A scripted module cannot be copied. One with buffers is refused in two stages, see `refuse_shared_statistics`;
+        # one with parameters that are trained is refused everywhere. So stages can run the same object.
+        reached.update({identity(module) for module in every if not isinstance(module, torch.jit.ScriptModule)})
     return {identity for identity, count in reached.items() if count > 1}
 
 
@@ -134,7 +140,7 @@ def refuse_shared_statistics(stages: Sequence[nn.Sequential]) -> None:
         here: dict[int, list[str]] = {}
         for name, layer in layers.named_children():
             for path, module in layer.named_modules(prefix=name):
-                if isinstance(module, torch_private.StatisticsNorm) and module.track_running_stats:
+                if _has_statistics(module):
                     here.setdefault(identity(module), []).append(path)
                     found.setdefault(identity(module), (module, []))
         for each, paths in here.items():
@@ -147,6 +153,13 @@ def refuse_shared_statistics(stages: Sequence[nn.Sequential]) -> None:
                 "running statistics at the same time; put them into one partition by another balance, use "
                 "a norm for each, or track_running_stats=False"
             )
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether a forward may change buffers of the module: those of a scripted one may be statistics, too."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return next(module.buffers(), None) is not None
+    return isinstance(module, torch_private.StatisticsNorm) and bool(module.track_running_stats)
 
 
 def execution_layers(layers: Sequence[nn.Module], shared: set[int]) -> tuple[list[nn.Module], list[View]]:

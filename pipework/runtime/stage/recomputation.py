@@ -194,7 +194,8 @@ class MutableBuffers:
     def _slots(self) -> Iterator[Slot]:
         """The slots of all present buffers, each once."""
         for module in dict.fromkeys(module for layer in self._modules for module in layer.modules()):
-            yield from [Slot(module._buffers, name) for name in module._buffers]
+            if not isinstance(module, torch.jit.ScriptModule):  # with buffers it is refused, see `refuse_untrainable`
+                yield from [Slot(module._buffers, name) for name in module._buffers]
 
 
 def _has_changed(slot: Slot, clone: Tensor | None) -> bool:

@@ -201,6 +201,21 @@ def test_a_scripted_layer_without_anything_to_train() -> None:
         assert pipe[1].weight.grad is not None
     with pytest.raises(TypeError, match="has parameters or buffers"):
         trained(nn.Sequential(frozen, nn.Linear(4, 4)), "always")
+    with pytest.raises(ValueError, match="one RecursiveScriptModule is used in 2 partitions, as '0' and '1'"):
+        Pipe(nn.Sequential(frozen, frozen), 2, balance=[1, 1], devices=["cpu"] * 2)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_frozen_scripted_layer_in_two_partitions(checkpoint: str) -> None:
+    frozen = torch.jit.script(nn.Linear(4, 4).requires_grad_(False))
+    model, x, y = nn.Sequential(nn.Linear(4, 4), frozen, nn.Tanh(), frozen), torch.randn(4, 4), torch.zeros(4, 4)
+    loss = Pipe(
+        model, 1, checkpoint, balance=[2, 2], devices=["cpu"] * 2, loss_fn=functional.mse_loss
+    )(x, target=y)  # fmt: skip
+    loss.backward()
+    gradient, model[0].weight.grad = model[0].weight.grad, None
+    functional.mse_loss(model(x), y).backward()
+    assert torch.equal(gradient, model[0].weight.grad)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
