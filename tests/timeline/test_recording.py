@@ -64,14 +64,6 @@ def test_costs_are_medians_of_each_stage():
     assert recording.costs(step=2).forward == (50, 100)
 
 
-def test_costs_of_what_was_never_recorded():
-    recording = Recording(fill_drain(2, 1))
-    first, _ = fill_drain(2, 1).orders[0]
-    recording.add(0, [Interval(0, first, 1.0, 1.5)])
-    costs = recording.costs()
-    assert (costs.forward, costs.backward, costs.recompute, costs.activation) == ((0.5, 0), (0, 0), None, (0, 0))
-
-
 def test_steps_may_have_fewer_micro_batches():
     recording = Recording()
     play(recording, 0, fill_drain(2, 4))
@@ -104,12 +96,6 @@ def test_loss_inside_is_predicted_as_such():
     assert first_recompute == [3, 10]
 
 
-def test_begin_may_say_where_the_loss_is():
-    recording = Recording(fill_drain(1, 1))
-    recording.begin(0, loss_outside=False)
-    assert recording.loss_outside is False
-
-
 def test_save_svg(tmp_path):
     recording = Recording()
     play(recording, 0, fill_drain(2, 4))
@@ -134,14 +120,6 @@ def test_save_json_has_all_steps(tmp_path):
     assert len(slices) == 32
     assert {event["args"]["step"] for event in slices} == {0, 1}
     assert min(event["ts"] for event in slices if event["args"]["step"] == 1) == 100e6
-
-
-def test_evaluation_draws_what_was_measured():
-    recording = Recording(fill_drain(1, 2))
-    forwards = fill_drain(1, 2).orders[0][:2]
-    recording.add(0, [Interval(0, action, float(index), index + 0.5) for index, action in enumerate(forwards)])
-    assert "measured: gpipe, 1 worker, 2 micro-batches, step 0" in recording._repr_svg_()
-    assert "predicted" not in recording._repr_svg_()
 
 
 def test_nothing_recorded(tmp_path):
@@ -196,22 +174,25 @@ def test_what_the_runtime_must_not_do():
         recording.begin(0, fill_drain(2, 1))
     with pytest.raises(ValueError, match="step is -1"):
         recording.begin(-1)
+    recording.begin(1, loss_outside=False)
+    assert recording.loss_outside is False
     with pytest.raises(ValueError, match="worker is 2, but the schedule of step 0 has the workers 0 to 1"):
         recording.add(0, [Interval(2, Action("F", 0, 0), 0.0, 1.0)])
 
 
-def test_costs_over_steps_of_other_stages():
-    recording = Recording()
-    play(recording, 0, fill_drain(1, 1), Costs())
-    play(recording, 1, fill_drain(2, 1), Costs())
-    with pytest.raises(ValueError, match=r"different stages: choose one, such as costs\(step=1\)"):
-        recording.costs()
-    assert recording.costs(0).forward == (1,)
-
-
-def test_nothing_is_predicted_from_forwards_alone():
-    recording = Recording()
-    recording.begin(3, fill_drain(1, 1))
-    recording.add(3, [Interval(0, Action("F", 0, 0), 0.0, 1.0)])
+def test_forwards_alone_are_measured_and_predict_nothing():
+    recording, schedule = Recording(), fill_drain(2, 1)
+    forward = schedule.orders[0][0]
+    recording.begin(3, schedule)
+    recording.add(3, [Interval(0, forward, 1.0, 1.5, sent=64)])
+    costs = recording.costs()
+    assert (costs.forward, costs.backward, costs.recompute, costs.activation) == ((0.5, 0), (0, 0), None, (0, 0))
+    assert costs.message == (64,)
+    assert "measured: gpipe, 2 workers, 1 micro-batch, step 3" in recording._repr_svg_()
+    assert "predicted" not in recording._repr_svg_()
     with pytest.raises(ValueError, match=r"only forwards were recorded in step 3, .*: record a training step"):
         recording.predicted()
+    play(recording, 4, fill_drain(1, 1), Costs())
+    with pytest.raises(ValueError, match=r"different stages: choose one, such as costs\(step=4\)"):
+        recording.costs()
+    assert recording.costs(4).forward == (1,)

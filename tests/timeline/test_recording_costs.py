@@ -42,16 +42,6 @@ def test_a_transfer_is_measured_where_somebody_waits_for_it():
     assert measured_costs([line], stages=2).transfer == (0.5,)
 
 
-def test_bytes_that_cross_a_boundary():
-    line = Timeline((Interval(0, Action("F", 0, 0), 0, 1, sent=64), Interval(1, Action("F", 1, 0), 1, 2)), workers=2)
-    assert measured_costs([line], stages=2).message == (64,)
-
-
-def test_medians_over_steps():
-    lines = [Timeline((Interval(0, Action("F", 0, 0), 0, time),), workers=1) for time in (1, 2, 90)]
-    assert measured_costs(lines, stages=1).forward == (2,)
-
-
 def test_split_backward():
     row = [(kind, time) for kind, time in (("F", 1), ("I", 2), ("W", 4))]
     line = Timeline(tuple(Interval(0, Action(kind, 0, 0), 10 * time, 11 * time) for kind, time in row), workers=1)

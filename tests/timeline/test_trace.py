@@ -1,12 +1,11 @@
 import json
 from collections import Counter, defaultdict
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import Action, Costs, Interval, Schedule, Timeline, build, fill_drain, simulate
+from pipework.schedule import Action, Costs, Interval, Timeline, fill_drain, simulate
 from pipework.timeline import trace, trace_json
 
 
@@ -59,20 +58,6 @@ def test_flows_go_from_slice_to_slice(workers, micro_batches):
     assert found == wanted
 
 
-def test_gradients_flow_from_the_input_gradient_half():
-    orders = (("0F0", "0B0"), ("1F0", "1I0", "1W0"))
-    schedule = Schedule("split", (0, 1), tuple(tuple(map(Action.parse, order)) for order in orders))
-    starts = events(simulate(schedule).timeline, "s")
-    assert [start["name"] for start in starts] == ["value", "gradient"]
-
-
-def test_flows_stay_within_their_step():
-    rows = [Interval(s, Action("F", s, 0), t, t + 1, step=step) for step, t in ((0, 0), (1, 10)) for s in (0, 1)]
-    line = Timeline(tuple(rows), workers=2)
-    spans = [(start["ts"], end["ts"]) for start, end in zip(events(line, "s"), events(line, "f"), strict=True)]
-    assert spans == [(500, 500), (10_500, 10_500)]
-
-
 def with_channels(schedule, skip=None):
     """A prediction with a send and a receive between each forward or backward and the next stage's.
 
@@ -106,16 +91,6 @@ def test_channels_have_tracks_of_their_own():
     assert len(by_name) == len(line.intervals) + len(line.communication)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
-def test_slices_of_a_track_are_disjoint(name):
-    rows = defaultdict(list)
-    for each in events(with_channels(build(name, workers=4, chunks=8), skip=(0, 3)), "X"):
-        rows[each["pid"], each["tid"]].append((each["ts"], each["ts"] + each["dur"]))
-    assert len(rows) > 12
-    for row in rows.values():
-        assert all(before[1] <= after[0] for before, after in pairwise(sorted(row)))
-
-
 def test_arrows_go_through_the_channels():
     line = with_channels(fill_drain(4, 3), skip=(0, 3))
     starts, steps, ends = (events(line, phase) for phase in "stf")
@@ -145,11 +120,6 @@ def test_memory_grows_when_an_action_starts_and_shrinks_when_one_ends():
     counters = [(event["ts"], event["args"]["held"]) for event in events(line, "C")]
     assert counters == [(0, 1), (1000, 2), (4000, 1), (6000, 0)]
     assert events(simulate(fill_drain(1, 2), Costs(activation=0)).timeline, "C") == []
-
-
-def test_json_is_the_trace():
-    line = simulate(fill_drain(2, 2)).timeline
-    assert json.loads(trace_json(line)) == trace(line)
 
 
 def test_json_has_no_infinity():
