@@ -132,6 +132,10 @@ def logits_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return mse_loss(output["logits"], target)
 
 
+def by_rows(arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Any]:
+    return [((x,), {}, y) for x, y in zip(arguments[0].tensor_split(chunks), target.tensor_split(chunks), strict=True)]
+
+
 OUTSIDE = {"schedule": "gpipe", "loss_fn": None}
 SPREAD = [Spread, Gather]
 RIGHT: dict[str, Callable[[], Any]] = {
@@ -153,6 +157,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "scaler": lambda: verified(layers(), grad_scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)),
     "hook on a parameter": lambda: verified(clamped()),
     "compiled": lambda: verified(compiled()),
+    "split": lambda: verified(layers(), split=by_rows),
     "few rows": lambda: verified(layers(), torch.randn(1, WIDTH), target=torch.randn(1, OUTPUTS)),
     "bfloat16": lambda: verified(
         [each.bfloat16() for each in layers()], batch()[0].bfloat16(), target=batch()[1].bfloat16()
@@ -260,6 +265,21 @@ def around(layer: nn.Module) -> list[nn.Module]:
     return [nn.Linear(WIDTH, 8), nn.Tanh(), layer, nn.Linear(8, OUTPUTS)]
 
 
+class Begin(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return x, mask
+
+
+class Mixes(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x.softmax(0)
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return (x - target).sum()
+
+
 # Whether it is seen beside the plain model run micro-batch by micro-batch, what a reason says, where it begins.
 WRONG: dict[str, tuple[Callable[[], Verification], bool, str, str]] = {
     "batch norm": (
@@ -285,6 +305,13 @@ WRONG: dict[str, tuple[Callable[[], Verification], bool, str, str]] = {
     "rows by coincidence": (
         lambda: verified([Masked(), nn.Tanh()], batch()[0], torch.randn(ROWS)),
         False, "NoChunk(value)", "micro-batch 0, layer '0' (Masked): its output",
+    ),
+    "a mask that layers hand on whole": (
+        lambda: verified([Begin(), Mixes(), nn.Linear(WIDTH, OUTPUTS)], batch()[0], NoChunk(torch.ones(3, 3))),
+        False, "a layer mixes rows", "micro-batch 0, layer '1' (Mixes): its output",
+    ),
+    "a function that loses rows": (
+        lambda: verified(layers(), split=lambda *call: by_rows(*call)[:-1]), False, "split= say what each one gets", "",
     ),
     "an attribute that counts": (
         lambda: verified([nn.Linear(WIDTH, 8), Counting(), nn.Tanh(), nn.Linear(8, OUTPUTS)], checkpoint="always"),
@@ -337,17 +364,6 @@ def test_with_what_the_reason_says_it_is_right(case: str, options: dict[str, Any
     assert found, found
 
 
-def by_rows(arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Any]:
-    return [((x,), {}, y) for x, y in zip(arguments[0].tensor_split(chunks), target.tensor_split(chunks), strict=True)]
-
-
-def test_a_function_that_loses_rows_is_seen() -> None:
-    assert verified(layers(), split=by_rows)
-    found = verified(layers(), split=lambda *call: by_rows(*call)[:-1])
-    assert not found
-    assert {each.against for each in found.compared if each.first} == {"whole batch"}
-
-
 def test_what_was_not_compared_is_said() -> None:
     with torch.no_grad():
         assert any("torch.no_grad()" in note for note in verified(layers()).notes)
@@ -355,24 +371,7 @@ def test_what_was_not_compared_is_said() -> None:
     assert any("no parameter requires a gradient" in note for note in verified(frozen).notes)
 
 
-def test_a_value_that_layers_hand_on_whole_is_not_the_first_difference() -> None:
-    class Begin(nn.Module):
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x, mask
-
-    class Mixes(nn.Module):
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return x.softmax(0)
-
-    found = verified([Begin(), Mixes(), nn.Linear(WIDTH, OUTPUTS)], batch()[0], NoChunk(torch.ones(3, 3)))
-    assert found.first == "micro-batch 0, layer '1' (Mixes): its output"
-
-
 def test_a_last_layer_that_returns_a_sum() -> None:
-    class Sum(nn.Module):
-        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return (x - target).sum()
-
     found = verified([*layers(), Sum()], loss_fn=None)
     assert any("takes the mean by rows" in reason for reason in found.reasons), found
 

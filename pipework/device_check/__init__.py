@@ -1,7 +1,7 @@
 """Whether a pipe computes on the devices of this machine what the plain model computes there.
 
-* `cases`: the ways to train that are tried on a device, or across a link between two.
-* `training`: trains a pipe and the plain model, while streams are delayed and used memory is overwritten.
+* `training`: the ways to train that are tried on a device, or across a link between two. A pipe and the plain model are
+  trained, while streams are delayed and used memory is overwritten.
 * `check`: runs the cases of a list of devices for a given time.
 """
 

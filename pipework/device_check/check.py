@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipework.device_check.cases import first_cases, further_cases
-from pipework.device_check.training import LongKernels, autocast, train_pipe, train_plain
+from pipework.device_check.training import LongKernels, autocast, first_cases, further_cases, train_pipe, train_plain
 from pipework.testing.comparison import MOST, allowed_for, compare, on_host, tolerance_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pipework.device_check.cases import Case
+    from pipework.device_check.training import Case
 
 
 @dataclass

@@ -3,7 +3,7 @@ from itertools import islice
 import pytest
 import torch
 
-from pipework.device_check.cases import CPU, SETTINGS, first_cases, further_cases
+from pipework.device_check.training import CPU, SETTINGS, first_cases, further_cases
 
 ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
 
