@@ -23,30 +23,6 @@ def two_stages(**options: object) -> Pipe:
 # Constructor
 
 
-@pytest.mark.parametrize("chunks", [0, -1, 1.5, "4", None, True])
-def test_chunks_must_be_a_positive_integer(chunks: object) -> None:
-    with pytest.raises(ValueError, match=rf"^number of chunks must be positive integer, got {chunks!r}$"):
-        Pipe(layers(), chunks=chunks)
-
-
-@pytest.mark.parametrize("checkpoint", ["INVALID", None, True, ""])
-def test_checkpoint_must_be_one_of_three(checkpoint: object) -> None:
-    with pytest.raises(ValueError, match=r"^checkpoint is not one of 'always', 'except_last', or 'never': got "):
-        Pipe(layers(), checkpoint=checkpoint)
-
-
-@pytest.mark.parametrize("module", [nn.Linear(1, 1), [nn.Linear(1, 1)], None])
-def test_module_must_be_sequential(module: object) -> None:
-    with pytest.raises(TypeError, match=r"^module must be nn\.Sequential to be partitioned, got \w+: write"):
-        Pipe(module)
-
-
-@pytest.mark.parametrize("balance", [[1, 2], [4, 1], [0, 4], [-1, 5], []])
-def test_balance_must_fit(balance: list[int]) -> None:
-    with pytest.raises(ValueError, match="balance"):
-        Pipe(layers(), balance=balance, devices=["cpu"] * 2)
-
-
 class Doubled(nn.Sequential):
     def forward(self, x):
         return super().forward(2 * x)
@@ -64,30 +40,32 @@ def with_own(kind: str) -> nn.Sequential:
     return module
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "a forward of its own",
-        "parameters of its own",
-        "buffers of its own",
-        "hooks forward",
-        "hooks forward_pre",
-        "hooks full_backward",
-        "hooks full_backward_pre",
+OWN = ["a forward of its own", "parameters of its own", "buffers of its own"]
+OWN += ["hooks forward", "hooks forward_pre", "hooks full_backward", "hooks full_backward_pre"]
+CHUNKS = "^number of chunks must be positive integer, got "
+MODE = r"^checkpoint is not one of 'always', 'except_last', or 'never': got "
+SEQUENTIAL = r"^module must be nn\.Sequential to be partitioned, got \w+: write"
+FEW = r"^too few devices to hold given partitions \(devices: 1, partitions: 2\): give 2 devices"
+DEBUG = "debug is one or several of 'check_finite' and 'one_thread': got 'finite'"
+REFUSED = [
+    *[({"chunks": n}, ValueError, rf"{CHUNKS}{n!r}$") for n in (0, -1, 1.5, "4", None, True)],
+    *[({"checkpoint": mode}, ValueError, MODE) for mode in ("INVALID", None, True, "")],
+    *[({"module": module}, TypeError, SEQUENTIAL) for module in (nn.Linear(1, 1), [nn.Linear(1, 1)], None)],
+    *[({"balance": each}, ValueError, "balance") for each in ([1, 2], [4, 1], [0, 4], [-1, 5], [])],
+    *[
+        ({"module": with_own(kind)}, TypeError, rf"has {kind.split(' f')[0]}, which a pipe of its layers would leave")
+        for kind in OWN[1:]
     ],
-)
-def test_a_sequence_that_does_more_than_run_its_layers_is_refused(kind: str) -> None:
-    what = "hooks" if kind.startswith("hooks") else kind
-    with pytest.raises(
-        TypeError, match=rf"has {what}, which a pipe of its layers would leave out; wrap it as one layer"
-    ):
-        Pipe(with_own(kind))
+    ({"module": with_own(OWN[0])}, TypeError, "has a forward of its own, which a pipe of its layers would leave out"),
+    ({"balance": [2, 2], "devices": ["cpu"]}, IndexError, FEW),
+    ({"debug": ["one_thread", "finite"]}, ValueError, DEBUG),
+]
 
 
-def test_too_few_devices() -> None:
-    message = r"^too few devices to hold given partitions \(devices: 1, partitions: 2\): give 2 devices"
-    with pytest.raises(IndexError, match=message):
-        Pipe(layers(), balance=[2, 2], devices=["cpu"])
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED)
+def test_arguments_that_are_refused(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Pipe(**{"module": layers(), "devices": ["cpu"] * 2, **options})
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", fill_drain(2, 1)])
@@ -105,13 +83,9 @@ def test_extra_devices_are_named_in_a_warning(schedule: str | Schedule) -> None:
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_every_checkpoint_mode_is_legal_with_one_chunk(checkpoint: str) -> None:
     pipe = Pipe(layers(), 1, checkpoint)
+    assert (pipe.chunks, pipe.checkpoint) == (1, checkpoint)
     pipe(torch.randn(3, 4)).sum().backward()
     assert pipe[0].weight.grad is not None
-
-
-def test_positional_arguments_are_the_seeds() -> None:
-    pipe = Pipe(layers(), 3, "always")
-    assert (pipe.chunks, pipe.checkpoint) == (3, "always")
 
 
 def test_without_balance_and_devices_it_chooses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -188,11 +162,6 @@ def test_what_a_pipe_is_made_with_cannot_be_changed(name: str, value: object) ->
     ):
         setattr(pipe, name, value)
     pipe(torch.randn(8, 4)).sum().backward()
-
-
-def test_an_unknown_name_in_debug_is_refused() -> None:
-    with pytest.raises(ValueError, match="debug is one or several of 'check_finite' and 'one_thread': got 'finite'"):
-        Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"], debug=["one_thread", "finite"])
 
 
 def test_forward_may_be_replaced() -> None:
