@@ -104,7 +104,7 @@ def best_cuts(problem: CutProblem, count: int = 1) -> list[tuple[int, ...]]:
 
     Example:
         >>> best_cuts(CutProblem((0, 1, 1, 0), [[4, 1, 1, 1, 1]] * 4, [[0] * 5] * 4, [1, 1]))
-        [(1, 1, 2, 1)]
+        [(1, 2, 1, 1)]
         >>> best_cuts(CutProblem((0, 1), [[3, 1, 1, 1, 3]] * 2, [[0] * 5] * 2, [1, 1]), count=2)
         [(3, 2), (2, 3)]
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
+import weakref
 from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -320,7 +321,7 @@ class AbsenceWatch(torch_private.ThreadDispatchMode):
 
     def __init__(self, run: PartRun) -> None:
         super().__init__()
-        self._run = run
+        self._run = weakref.proxy(run)  # which keeps this: without a cycle, its tensors are freed when it ends
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

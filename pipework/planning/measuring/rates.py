@@ -75,12 +75,12 @@ def rated_clock(rates: Rates) -> Iterator[Callable[[], float]]:
     take no time.
 
     Example:
-        >>> with torch.device("meta"), rated_clock(Rates(operations=1000, bytes_per_second=10)) as read:
+        >>> with torch.device("meta"), rated_clock(Rates(operations=1000, bytes_per_second=8)) as read:
         ...     x = torch.empty(4, 8)
         ...     begin = read()
         ...     y = x @ x.t()
         >>> read() - begin  # 320 bytes
-        32.0
+        40.0
     """
     operations = FlopCounterMode(display=False)
     with operations, _Operators(rates, operations) as found:

@@ -275,19 +275,21 @@ class StageCopy:
         """What each action needs, in two passes: the first makes the parameters' gradients, the second adds to them."""
         for layer in self._layers:
             layer.zero_grad(set_to_none=True)
-        tensors = [tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers())]
-        meter = StorageMeter(self._device, tensors)
-        first, later = self._counted_pass(value, meter), self._counted_pass(value, meter)
+        first, later = self._counted_pass(value), self._counted_pass(value)
         return replace(
             later,
             forward=first.forward,
             backward=(first.backward[0], later.backward[0]),
             weight=(first.weight[0], later.weight[0]),
-            gradients=meter.live,
+            gradients=first.gradients,
         )
 
-    def _counted_pass(self, value: Any, meter: StorageMeter) -> ActionBytes:
-        before = meter.live
+    def _counted_pass(self, value: Any) -> ActionBytes:
+        parameters = [parameter for layer in self._layers for parameter in layer.parameters()]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        buffers = [buffer for layer in self._layers for buffer in layer.buffers()]
+        # A meter for each pass: Python may free during this one what cycles of objects have held since the last.
+        meter = StorageMeter(self._device, [*parameters, *gradients, *buffers])
         saved: set[int | None] = set()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -326,7 +328,7 @@ class StageCopy:
             input_waits = sum(of_inputs.get(key, 0) for key in set(map(memory_key, stored)))
             del given, inputs, popped, seeds, roots, stored
             self._target = None
-            waiting = meter.live - before - input_waits
+            waiting = meter.live - input_waits
             there = meter.begin()
             self._second_half()
             weight = _need(meter, there)
@@ -340,7 +342,7 @@ class StageCopy:
             waiting=waiting,
             input_waits=input_waits,
             weight=(weight, weight),
-            gradients=0,
+            gradients=meter.live,
             target=target,
             saves_input=not saved.isdisjoint(of_inputs),
             stashed=stashed,

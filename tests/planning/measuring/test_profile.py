@@ -1,3 +1,4 @@
+import gc
 import random
 from typing import Any
 
@@ -171,3 +172,19 @@ def test_a_plan_from_a_profile_needs_no_model() -> None:
     assert pipework.plan(found, devices=["cpu", "cpu"], iterations=20, chunks=4).chunks == 4
     with pytest.raises(ValueError, match="devices is missing: with a profile, name one device"):
         pipework.plan(found)
+
+
+class InACycle(nn.Module):
+    """Leaves its output in a cycle of objects, which Python frees some time later: here, in the next forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        held: list[Any] = [3 * x]
+        held.append(held)
+        return torch.tanh(held[0])
+
+
+def test_what_python_frees_later_does_not_make_bytes_negative() -> None:
+    for sizes in measured(nn.Sequential(InACycle(), nn.Linear(8, 4))).bytes:
+        assert sizes[0].kept > 0
+        assert sizes[0].waiting >= 0
