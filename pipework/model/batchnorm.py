@@ -298,7 +298,7 @@ def _deferred(batch_norm: BatchNorm, chunks: int) -> nn.Module:
 
 
 def _class_of(batch_norm: BatchNorm) -> type[BatchNorm]:
-    """Its class; of a unit of a part that of the model's own module."""
+    """The class of a batch norm; a unit in a part of a model stands for a module of another class."""
     own: type[BatchNorm] = getattr(batch_norm, "own_class", type(batch_norm))
     return own
 

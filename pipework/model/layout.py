@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Flat = tuple[Sequence[Tensor], Structure | None, Sequence[int | None]]  # what `flattened` returns
 
-_MOST: Final = 1000  # names: a call may have others each time
+_MOST: Final = 1000  # names that are remembered, since each call may have other names
 _DEPTH: Final = 3  # of objects in objects
 _PLAIN: Final = (
     type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.Generator,
@@ -224,7 +224,7 @@ class Layout:
             self._entries = {**self._entries, **learned.entries}
 
     def of_target(self, target: Any, flat: Flat, rows: int) -> tuple[int, ...]:
-        """The same for a target, whose tensors have rows in dimension 0 unless a mark or a sample says otherwise.
+        """The dimension of the rows of each tensor of a target: 0, unless a mark or a sample says otherwise.
 
         Args:
             target: the target.
@@ -332,7 +332,7 @@ def _first(nodes: Iterable[Value], dims: Mapping[str, int]) -> tuple[Value | Non
 
 
 def _in_order(nodes: Iterable[Value], found: Mapping[str, int], flat: Flat) -> tuple[int, ...]:
-    """What was found for each tensor, or its mark."""
+    """For each tensor in `flat` its mark, or the dimension in `found`."""
     tensors, _, marks = flat
     by_tensor: dict[int, int] = {}
     for name, value, mark in nodes:

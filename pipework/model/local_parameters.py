@@ -1,4 +1,4 @@
-"""Parameters and buffers that processes have values of their own of, chosen by patterns of names."""
+"""Parameters and buffers of which each process has its own values, chosen by patterns of names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Dimensions = tuple[str, ...] | None
-"""Those of a mesh, by name; None: all."""
+"""Names of dimensions of a mesh; None: all dimensions."""
 
 
 def patterns_of(given: Sequence[str] | Mapping[str, str | Sequence[str]]) -> dict[str, Dimensions]:

@@ -146,7 +146,7 @@ def checked_pieces(
     """The micro-batches that a function of the user's makes of a call.
 
     Raises:
-        TypeError: it returned something else.
+        TypeError: the function returned something else.
     """
     try:
         returned = function(arguments, keywords, target, chunks)

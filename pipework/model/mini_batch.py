@@ -32,7 +32,7 @@ _BITS: Final = 30  # each for a tensor, or for every thirtieth
 
 
 class InputPieces(NamedTuple):
-    """How the tensors of a mini-batch lie in its micro-batches; joins the gradients of the pieces.
+    """Which micro-batch has which piece of each tensor of a mini-batch; joins the gradients of the pieces.
 
     Attributes:
         shapes: of the whole tensors.
@@ -84,7 +84,7 @@ class MiniBatch:
         pieces: where the tensors are in the micro-batches.
         slices: for each of `tensors` the views of it in micro-batches.
         is_cut: whether the pipe has cut it; otherwise the caller has made the micro-batches, and outputs stay apart.
-        learned: what it shows of the arguments; None: nothing new.
+        learned: what the mini-batch shows of the arguments; None: nothing new.
     """
 
     tensors: tuple[Tensor, ...]
@@ -113,7 +113,7 @@ class MiniBatch:
             structure: around the tensors.
             device: the device that the tensors are moved to first; None: they stay.
             dims: see `InputPieces`; None: the first of each.
-            learned: see above.
+            learned: see `MiniBatch`.
         """
         dims = (0,) * len(tensors) if dims is None else tuple(dims)
         rows = next(each for each in sizes if each is not None)

@@ -95,7 +95,7 @@ def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collectio
 
 
 def released_from(parameter: Tensor) -> tuple[str, str] | None:
-    """The name of a parameter that a layer of another process has in this one, and who trains it; None: it is none."""
+    """The name in the model of a parameter that another process trains, and who trains it; None: this one trains it."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-_PREFIX: Final = "state_prefix"  # attribute of a layer: what its own names of tensors begin with
+_PREFIX: Final = "state_prefix"  # attribute of a part of a model: the first letters of the part's own names of tensors
 
 
 def state_name(layers: Mapping[str, Any], name: str) -> str:

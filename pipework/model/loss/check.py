@@ -41,7 +41,7 @@ def loss_warnings(settings: LossSettings, loss: InnerLoss, rows: Sequence[int], 
         settings: of the loss.
         loss: of the mini-batch; what it has seen is dropped.
         rows: of the micro-batches.
-        padding: the text if the numbers do not show a sum.
+        padding: the text about padded targets, which is returned unless the numbers show a sum.
     """
     seen, loss.seen = loss.seen or [], None
     if len(seen) == 2 and not Modes.capture():  # a mode of the caller's may count calls

@@ -145,11 +145,9 @@ class LossSettings:
         if targets is not None and (isinstance(scale, torch.Tensor) or scale != 1.0):
             weights = tuple([weight * scale for weight in weights or (1.0,) * len(rows)])
         factor: float | Tensor = 1.0
-        if self.grad_scaler is not None and grad:  # on an accelerator a tensor, for whose value the host does not wait
-            on_device = is_accelerator(device)
-            factor = (
-                self.grad_scaler.scale(torch.ones((), device=device)) if on_device else self.grad_scaler.get_scale()
-            )
+        scaler = self.grad_scaler
+        if scaler is not None and grad:  # on an accelerator a tensor, for whose value the host does not wait
+            factor = scaler.scale(torch.ones((), device=device)) if is_accelerator(device) else scaler.get_scale()
         return InnerLoss(self.function, weights, factor, keeps_output, len(rows), seen)
 
     def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> Sequence[float] | Tensor:
