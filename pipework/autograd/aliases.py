@@ -57,13 +57,13 @@ class Aliases:
         weight_store: defers gradients to W, and gives parameters of its operators aliases of its own class; None: the
             schedule has no W.
         stray: refuses gradients from outside of the pipe; None: not in this mini-batch.
-        sharded: what FSDP shards of the stage; None: nothing.
+        sharded: the parameters of the stage that FSDP shards; None: it shards none.
 
     Attributes:
         leaves: the aliases.
         parameters: those of the user, in the same order.
-        sharded: likewise.
-        dtensor: one of the user's parameters that is a DTensor; None: there is none.
+        sharded: as above.
+        dtensor: one of the user's parameters that is a DTensor; None: no parameter is one.
     """
 
     __slots__ = ("_reduced", "_slots", "_stray", "dtensor", "leaves", "parameters", "sharded")
@@ -196,7 +196,7 @@ def standing_in(
 
     Args:
         several: those of the stages.
-        gathered_later: those of which what FSDP shards is not yet to be whole.
+        gathered_later: those stages whose sharded parameters the schedule gathers later.
 
     Raises:
         RuntimeError: another pipe is running one of the layers at the same time.

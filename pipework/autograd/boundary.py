@@ -53,7 +53,7 @@ def enter(leaf: Tensor) -> Tensor:
     """
     if not leaf.requires_grad or leaf.layout is not torch.strided:
         return leaf
-    # A view has usual strides along dimensions of size 1, and so has the gradient behind it. DTensors have no views.
+    # A view has usual strides along dimensions of size 1, and its gradient too. DTensors have no views.
     if 1 in leaf.shape or (type(leaf) is not Tensor and is_dtensor(leaf)):
         return _alias(leaf)
     return torch_private.unsafe_view(leaf, leaf.shape)

@@ -4,8 +4,8 @@ A layer may keep a tensor with its graph (`self.aux = ...`). The graph ends at t
 its input, not at the user's parameters. If the user's backward goes through it, a gradient arrives at these leaves
 while no worker runs: nobody takes it, or it is mixed into another one.
 
-A hook on each leaf would be called for each micro-batch, so only some mini-batches have hooks: the first ones, and
-few of those behind. Who adds such a loss mostly does so in every mini-batch.
+A hook on each leaf would be called for each micro-batch, so only some mini-batches have hooks: the first ones and
+a few later ones. A program that adds such a loss mostly does so in every mini-batch.
 
 A layer with `self.cache = [other.weight]`, or a closure over a parameter, uses the user's parameter and not its alias.
 Its worker would add to the user's `.grad`, once per micro-batch and on another thread. So the first graph of each stage
@@ -77,7 +77,7 @@ class StrayGradients:
             f"a gradient reached {'a stage' if stage is None else stage.place} outside of the pipe's own backward, "
             "where it would be lost: the loss was computed from a tensor kept from a forward with its graph"
             f"{f' ({kept})' if kept else ''}, and that belongs to one micro-batch alone. Let the layer return that "
-            "tensor with its output and the layers behind it pass it on, and add it to the loss "
+            "tensor with its output and the layers after it pass it on, and add it to the loss "
             "there (see 'A loss of a layer's own' in the documentation of values); to look at it, keep it with "
             ".detach()"
         )

@@ -98,7 +98,7 @@ class Engine:
     def has(self, stage: int) -> bool:
         """Whether what is addressed to this stage stays in this process.
 
-        -1 and behind the last stage is the caller: there, of the first stage's process and of the last's.
+        -1 and the number after the last stage are the caller: in the process of the first stage, and of the last one.
         """
         return min(max(stage, 0), len(self.placement) - 1) in self.stages
 

@@ -158,7 +158,7 @@ def _has_place(tensor: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The first address of the tensor, and the first one behind it."""
+    """The first address of the tensor, and the first address after it."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (1 + last) * tensor.element_size()
 
