@@ -42,7 +42,7 @@ def names_by_group(group: ProcessGroupView, model: nn.Module, optimizer: Optimiz
         optimizer: of this rank's parameters.
 
     Raises:
-        ValueError: it cannot be told how the ranks' groups make up those of the whole optimizer.
+        ValueError: the ranks have different numbers of groups, or a group is not in the order of the model.
 
     Example:
         >>> from pipework.backend import ProcessGroupView

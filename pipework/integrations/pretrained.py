@@ -37,7 +37,7 @@ class LoadedTensors(NamedTuple):
 
     Attributes:
         tensors: their number.
-        bytes: of them in the files.
+        bytes: their size in the files.
         missing: the names of tensors of this process that the files lack; they keep their values.
     """
 

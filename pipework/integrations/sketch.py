@@ -1,4 +1,4 @@
-"""What transformers knows of a model's files: under which names its tensors are there, and how they are converted."""
+"""The names that a model's tensors have in its files, and their conversion, as transformers knows them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Sketch:
-    """The model of transformers without values, which knows the names in files.
+    """A model of transformers without values. It gives the names of tensors in files.
 
     Attributes:
         model: on the meta device.
-        aliases: by name, the names of the same tensor in order.
+        aliases: for each name of a parameter, all names of the same parameter, in order.
     """
 
     def __init__(self, core: PreTrainedModel) -> None:

@@ -1,9 +1,8 @@
 """Models of transformers, also in the wrappers of PEFT, in parts.
 
-Which labels such a model counts, its loss is asked, with labels that are made for the question. In a dry run all logits
-are zeros, so each label that a mean counts adds a gradient of the same size. More labels of the first row count than of
-the others, and its share of the gradient says which do. With `v` for a label, `p` for padding and `.` for what is
-ignored:
+A model's loss is a mean over some of its labels. A dry run with chosen labels shows which ones. All logits are zeros in
+it, so each label that counts adds a gradient of the same size. The first row has more such labels than the others, and
+its share of the gradient says which labels count. With `v` for a label, `p` for padding and `.` for an ignored label:
 
     first row    v v v p p .     of two rows its share is 5/7, and 3/5 if `p` is ignored, too;
     second row   v v . . . .     4/5 and 2/3 if the label at the first position is compared with nothing;
@@ -245,7 +244,7 @@ class CapturedOutputs(SideOutputs):
 def weight_of_labels(
     model: str, labels: Tensor, logits: Tensor | None, ask: Callable[[Tensor], Any], config: PreTrainedConfig
 ) -> Callable[[Tensor], Tensor] | None:
-    """From the labels of a micro-batch to how many of them its loss is a mean over; None: all rows count alike.
+    """A function that counts the labels of a micro-batch over which its loss is a mean; None: all rows count alike.
 
     Args:
         model: its class, as messages call it.
@@ -303,7 +302,7 @@ def counted_labels(labels: Tensor, *, is_shifted: bool, ignored: Sequence[int]) 
 
 
 def _question(labels: Tensor, ignored: int, pad: int | None) -> Tensor:
-    """The labels of the drawing above; as much of them as a row has room for."""
+    """The labels of the drawing above, as far as they fit into a row."""
     known = labels[(labels >= 0) & (labels != (-1 if pad is None else pad))]
     label = int(known[0]) if len(known) else int(pad == 0)
     asked = torch.full_like(labels, ignored).flatten(1)
@@ -316,12 +315,13 @@ def _question(labels: Tensor, ignored: int, pad: int | None) -> Tensor:
 
 
 def _share_of_first_row(asked: Tensor, ask: Callable[[Tensor], Any], rows: int) -> float:
-    """The share of the labels of the first row in those that count.
+    """How many of the labels that count are in the first row, as a share from 0 to 1.
 
     Args:
         asked: labels.
         ask: see above.
-        rows: that it takes; if it is one, each row is asked alone, and a label's gradient is one by those that count.
+        rows: of a mini-batch of `ask`. If it is 1, each row is asked alone: then the gradient of a label that counts
+            is 1 / the number of labels that count.
 
     Raises:
         Exception: it cannot be told: there are no logits of so many rows, or the labels are none of this model.
@@ -336,7 +336,7 @@ def _share_of_first_row(asked: Tensor, ask: Callable[[Tensor], Any], rows: int) 
 
 
 def _gradient(asked: Tensor, ask: Callable[[Tensor], Any]) -> Tensor:
-    """The gradient of the logits, or of what they are a part of."""
+    """The gradient of the logits, or of the tensor of which they are a part."""
     result = ask(asked)
     loss, edge = result.loss, torch.autograd.graph.get_gradient_edge(result.logits)
     del result  # its logits are as large as the gradient
