@@ -17,6 +17,7 @@ from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.process_calls import ProcessPlace
 from pipework.distributed.health.status import PeerFailure, read_beat
 from tests.distributed.conftest import HARD, TIMES
+from tests.programs import Running
 
 Watching = Callable[..., HealthMonitor]
 
@@ -313,3 +314,43 @@ def test_what_is_raised_is_not_logged_before(inside: bool, caplog: pytest.LogCap
     monitor.declare(PeerFailure(1, "lost", "rank 1 lost"))
     told = [record.getMessage() for record in caplog.records]
     assert told == ([] if inside else ["rank 1 lost. The next call of the pipe raises this"])
+
+
+DROPPED = """
+import threading, time, weakref
+from torch.distributed import HashStore
+from pipework.distributed.health.monitor import HealthMonitor
+from pipework.distributed.health.status import PeerFailure, write_failure
+
+class Groups:
+    def __del__(self):
+        destroying.set()
+        time.sleep(1)
+        print("destroyed", flush=True)
+
+class Pipe:
+    def __init__(self):
+        self.groups = Groups()  # they outlive the finalizer of the pipe
+
+destroying, dropped, store = threading.Event(), threading.Event(), HashStore()
+monitor, pipes = HealthMonitor(store, 0, 2), [Pipe()]
+weakref.finalize(pipes[0], monitor.close)
+
+def drop_last(failure):
+    held = pipes.pop()
+    dropped.set()
+
+monitor.on_failure(drop_last)
+monitor.start()
+store.set("failure/1", write_failure(PeerFailure(1, "error", "rank 1 failed")))
+store.set("changed", "1")
+dropped.wait()
+destroying.wait()
+"""
+
+
+def test_a_pipe_that_a_monitors_thread_drops_is_destroyed_before_the_interpreter_ends(
+    start_python: Callable[..., Running],
+) -> None:
+    ended = start_python(["-c", DROPPED]).ended(HARD)
+    assert (ended.returncode, ended.stdout) == (0, "destroyed\n"), ended
