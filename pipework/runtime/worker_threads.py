@@ -43,6 +43,10 @@ class WorkerThreads:
         for thread in self._threads:
             # A new thread may keep the caller's variables (`sys.flags.thread_inherit_context`), and all that they hold.
             contextvars.Context().run(thread.start)
+        for thread in self._threads:
+            # A worker that drops its own pipe last is still destroying what the pipe had. If the interpreter ended
+            # meanwhile, that could abort the process. Finalizers run in reverse order: `_end` comes before.
+            weakref.finalize(thread, _wait_for, weakref.ref(thread))
         weakref.finalize(self, _end, self._queues, self._threads)
 
     @property
@@ -144,3 +148,8 @@ def _end(queues: list[SimpleQueue[Any]], threads: list[threading.Thread]) -> Non
     for thread in threads:
         if thread is not threading.current_thread() and thread.is_alive():
             thread.join()
+
+
+def _wait_for(reference: weakref.ref[threading.Thread]) -> None:
+    if (thread := reference()) is not None:  # at the exit
+        thread.join()
