@@ -31,7 +31,7 @@ REFUSED = {
     "`attach` to a model whose loss mixes rows, is a sum, or counts other labels than the weights say": (
         " of the sample is "
     ),
-    "`attach` with a sample of one row": ", so nothing shows ",
+    "`attach` with a sample of one row": "nothing shows whether ",
     "a `loss_fn` that is a module with parameters": "make it the last layer",
     "with the loss inside, a `GradScaler` that the pipe does not know, if autocast or a parameter is in float16": (
         "before its backward, as a GradScaler does"

@@ -318,7 +318,7 @@ def test_losses_of_routers_are_those_of_micro_batches() -> None:
     assert torch.equal(model(**batch).loss.detach(), plain_backward(reference, batch, next_tokens, 4))
     other = without_randomness(ARCHITECTURES["Mixtral"].make()).eval()
     other.lm_head.weight.data *= 100.0  # so that rows have very different losses
-    with pytest.raises(ValueError, match=r"the mean by loss_weight of its losses .*such as tokens that count"):
+    with pytest.raises(ValueError, match=r"the weighted mean of its losses .*such as tokens that count"):
         attached(other, batch, loss_weight=len)
 
 

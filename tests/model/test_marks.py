@@ -335,7 +335,7 @@ def test_an_attached_model_says_what_split_returned() -> None:
 
     with pytest.raises(TypeError, match="split= returned Tensor for micro-batch 0: wanted a list"):
         attached([torch.ones(2)])
-    with pytest.raises(ValueError, match=r"has one micro-batch, so nothing shows .* of two micro-batches or more"):
+    with pytest.raises(ValueError, match=r"nothing shows .* has one micro-batch: .* of two micro-batches or more"):
         attached([((), {key: value for key, value in batch().items() if key != "labels"}, batch()["labels"])])
 
 

@@ -2,8 +2,8 @@
 
 `check_parts` compares what they return. `check_loss` compares the model's loss of a few rows with what the pipe makes
 of its losses of single rows. Training splits a mini-batch, and the loss of the whole is the mean of those of the
-micro-batches, or their sum, only if no row changes the loss of another one, each micro-batch weighs as much as the
-model counts of it, and every tensor is cut along its rows. All that shows in the numbers.
+micro-batches, or their sum, only if no row changes the loss of another row, each micro-batch weighs as much as the
+model counts in it, and every tensor is cut along its rows. A comparison of the losses shows all three.
 """
 
 from __future__ import annotations
@@ -98,22 +98,20 @@ def _difference(expected: Any, actual: Any) -> str | None:
     paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(expected)[0]]
     for number, (left, right) in enumerate(zip(wanted, got, strict=True)):
         place = paths[number] if len(paths) == len(wanted) else f"output {number}"
-        if isinstance(left, Tensor) and isinstance(right, Tensor):
-            if left.shape != right.shape or left.dtype != right.dtype:
-                return f"{place} is {_form(left)} and became {_form(right)}"
-            if not torch.equal(left, right) and not _equal_but_nan(left, right):  # usually nothing is copied
-                return f"{place} differs by up to {(left - right).abs().max():.3g}"
-        elif isinstance(left, Tensor) != isinstance(right, Tensor):
-            return f"{place} is a {type(left).__name__} and became a {type(right).__name__}"
+        if _form(left) != _form(right):
+            return f"{place} is {_form(left)} and became {_form(right)}"
+        # The first comparison usually suffices, and copies nothing.
+        if isinstance(left, Tensor) and not (torch.equal(left, right) or _equal_but_nan(left, right)):
+            return f"{place} differs by up to {(left - right).abs().max():.3g}"
     return None
 
 
 def _equal_but_nan(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left.nan_to_num(), right.nan_to_num()) and torch.equal(left.isnan(), right.isnan())
+    return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
-def _form(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+def _form(value: Any) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ class Weighed:
     with_argument: Callable[[Arguments, str, Any], Arguments]
 
     def of(self, rows: Sequence[Arguments]) -> list[float]:
-        """By what the loss of each row is multiplied."""
+        """The factor of each row's loss in that of the mini-batch."""
         if self.reduction == "sum":
             return [1.0] * len(rows)
         weight = _rows_of if self.weight is None else self.weight
@@ -153,52 +151,47 @@ def check_loss(
 ) -> None:
     """Raises a ValueError if the pipe would train with another loss than the model itself has.
 
-    The model runs in evaluation mode and without gradients, on the sample of the dry run, and on each of its parts.
+    The model runs in evaluation mode and without gradients, on the sample of the dry run, and on each of its rows.
 
     Args:
         cuttable: of the model; nothing is compared if it does not run as it is.
-        rows: the parts of that sample: a row each, or what `split=` has made of it; none if the caller has made them.
-        kind: what such a part is, "row" or "micro-batch".
+        rows: the arguments for each row of that sample, or for each micro-batch that `split=` has made of it; none if
+            the caller has made the micro-batches.
+        kind: "row" or "micro-batch".
         loss_of: reads the loss from what the model returns.
         weighed: what the pipe does.
     """
-    if not runs_here(cuttable):
+    if not runs_here(cuttable) or not rows:
         return
     name, several = type(cuttable.model).__name__, {"row": "rows"}.get(kind, f"{kind}es")
     if len(rows) == 1:
-        raise ValueError(
-            f"the sample has one {kind}, so nothing shows whether the loss of {name} for a mini-batch is the "
-            f"{weighed.reduction} of those of its micro-batches: give a sample of two {several} or more, or leave the "
-            "comparison out with check=False"
-        )
-    if not rows:
-        return
+        raise _unknown(name, weighed, f"the sample has one {kind}: give a sample of two {several} or more")
     sample, *rows = _told_apart(cuttable, rows, weighed) if kind == "row" else [cuttable.sample, *rows]
     with evaluating(cuttable.model):
         whole, precision = _run(cuttable, sample, loss_of)
         try:
             losses = [_run(cuttable, row, loss_of)[0] for row in rows]
         except Exception as error:
-            raise ValueError(
-                f"{name} does not run on one {kind} of the sample ({error}), so nothing shows whether its loss for a "
-                f"mini-batch is the {weighed.reduction} of those of its micro-batches: leave the comparison out with "
-                "check=False"
-            ) from error
-    weights = weighed.of(rows)
-    combined = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
+            raise _unknown(name, weighed, f"the model does not run on one {kind} of the sample ({error})") from error
     if not math.isfinite(whole):
-        raise ValueError(
-            f"the loss of {name} for the first {len(rows)} {several} of the sample is {whole}, so it cannot be "
-            f"compared: give {several} whose {weighed.target!r} count, or leave the comparison out with check=False"
-        )
+        why = f"the loss for the first {len(rows)} {several} of the sample is {whole}"
+        raise _unknown(name, weighed, f"{why}: give {several} whose {weighed.target!r} count")
+    combined = sum(weight * loss for weight, loss in zip(weighed.of(rows), losses, strict=True) if weight)
     if not _close(whole, combined, precision):
         raise ValueError(_text(f"{name} for {len(losses)} {several}", whole, losses, combined, precision, weighed))
 
 
-def _told_apart(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed) -> list[Arguments]:
-    """The sample and its rows, changed so that rows differ: of equal losses any mean is the same.
+def _unknown(name: str, weighed: Weighed, why: str) -> ValueError:
+    return ValueError(
+        f"nothing shows whether the loss of {name} for a mini-batch is the {weighed.reduction} of those of its "
+        f"micro-batches, since {why}; or leave the comparison out with check=False"
+    )
 
-    Targets that are no classes are multiplied, and of the last row half of a mask is left out.
+
+def _told_apart(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed) -> list[Arguments]:
+    """The sample and its rows, changed so that the losses of rows differ: any mean of equal losses is the same.
+
+    Targets that are no classes are multiplied by other factors in each row, and a mask loses half of its last row.
     """
     every = [cuttable.sample, *rows]
     for name in (weighed.target, *cuttable.adapter.masks):
@@ -219,7 +212,7 @@ def _told_apart(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed)
 
 
 def _run(cuttable: Cuttable, row: Arguments, loss_of: Callable[[Any], Tensor]) -> tuple[float, float]:
-    """The loss, and the precision of the numbers that it was computed with."""
+    """The loss of a row, and the precision of the least precise numbers that the model computes with."""
     model, adapter = cuttable.model, cuttable.adapter
     arguments, keywords = adapter.inputs(*mapped(Tensor, torch.clone, row))
     result = type(model).forward(model, *arguments, **adapter.comparable(keywords))
@@ -234,12 +227,10 @@ def _close(left: float, right: float, precision: float) -> bool:
 
 
 def _text(name: str, whole: float, losses: Sequence[float], combined: float, precision: float, weighed: Weighed) -> str:
-    total = sum(losses)
-    if weighed.reduction == "mean" and _close(whole, total, precision):
+    if weighed.reduction == "mean" and _close(whole, sum(losses), precision):
         advice = "It is their sum: give attach loss_reduction='sum', or take a mean in the model"
-    elif _close(whole, total / len(losses), precision):
-        way = "leave loss_reduction='sum' out" if weighed.reduction == "sum" else "loss_weight=len says so"
-        advice = f"It is their mean over rows: {way}"
+    elif _close(whole, sum(losses) / len(losses), precision):
+        advice = "It is their mean over rows: leave loss_reduction='sum' out, and give loss_weight=len"
     else:
         advice = (
             "Usual reasons: the model computes with several rows together, such as a contrastive loss, negatives of "
@@ -248,10 +239,8 @@ def _text(name: str, whole: float, losses: Sequence[float], combined: float, pre
             "the weights say, such as tokens that count: give loss_weight=. Or a tensor is not cut along its rows: "
             "mark it in the sample with Chunk(value, dim=...) or NoChunk(value), or cut batches with split="
         )
-    weights = "mean over rows" if weighed.weight is None else "mean by loss_weight"
-    kind = "sum" if weighed.reduction == "sum" else weights
     return (
-        f"the loss of {name} of the sample is {whole:.6g}, and the pipe would train with "
-        f"{combined:.6g}, the {kind} of its losses for each of them ({', '.join(f'{loss:.6g}' for loss in losses)}). "
-        f"{advice}. check=False leaves the comparison out"
+        f"the loss of {name} of the sample is {whole:.6g}, and the pipe would train with {combined:.6g}, the "
+        f"{'sum' if weighed.reduction == 'sum' else 'weighted mean'} of its losses for each of them "
+        f"({', '.join(f'{loss:.6g}' for loss in losses)}). {advice}. check=False leaves the comparison out"
     )

@@ -155,11 +155,15 @@ REFUSED: dict[str, tuple[Loss, dict[str, Any], str]] = {
     "padded": (counted, {"sample": {"x": ROWS, "labels": PADDED}}, "such as tokens that count: give loss_weight="),
     "sum": (summed, {}, "It is their sum: give attach loss_reduction='sum'"),
     "sum, with a weight": (summed, {"loss_weight": torch.numel}, "It is their sum: give attach loss_reduction='sum'"),
-    "mean as a sum": (functional.mse_loss, {"loss_reduction": "sum"}, "mean over rows: leave loss_reduction='sum' out"),
+    "mean as a sum": (
+        functional.mse_loss,
+        {"loss_reduction": "sum"},
+        "mean over rows: leave loss_reduction='sum' out",
+    ),
     "other weights": (
         functional.mse_loss,
         {"loss_weight": lambda labels: (labels > 0).sum()},
-        r"the mean by loss_weight of .*It is their mean over rows: loss_weight=len says so",
+        r"the weighted mean of .*It is their mean over rows: .* give loss_weight=len",
     ),
 }
 
@@ -206,7 +210,7 @@ def test_as_precise_as_the_numbers_are(dtype: torch.dtype) -> None:
 
 
 def test_rows_that_say_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the sample has one row.*the loss of LossNet for a mini-batch is the mean"):
+    with pytest.raises(ValueError, match=r"the loss of LossNet for a mini-batch is the mean .*the sample has one row"):
         attached(LossNet(functional.mse_loss), {"x": ROWS[:1], "labels": OTHER[:1]})
     with pytest.raises(ValueError, match=r"first 2 rows of the sample is inf.*give rows whose 'labels' count"):
         attached(LossNet(counted), {"x": ROWS, "labels": torch.zeros_like(OTHER)}, loss_weight=torch.count_nonzero)
@@ -214,7 +218,7 @@ def test_rows_that_say_nothing_are_refused() -> None:
 
 def test_a_model_that_takes_no_single_row_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"LossNet does not run on one row of the sample \(.*\), so nothing shows.*check=False"
+        ValueError, match=r"nothing shows whether .*the model does not run on one row of the sample \(.*\); or leave"
     ):
         attached(LossNet(lambda x, labels: (x.squeeze() @ labels.T)[:, 0].mean()))
 
