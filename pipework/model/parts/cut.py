@@ -107,13 +107,13 @@ class Cuttable:
 
     def result_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """What the model returns in a dry run with other arguments: zeros, and the loss of these, with their graph."""
-        return DryRun(self._skeleton, arguments, keywords, 1.0, computes_losses=True).run()
+        return DryRun(self._skeleton, (arguments, keywords), 1.0, computes_losses=True).run()
 
     def _traced(self) -> tuple[Trace, Any]:
         """What the forward does, and what it returned, on the meta device."""
         kind = type(self.model).__name__
         with generators_put_back() as drawn:
-            run = DryRun(self._skeleton, *self.sample, draw=1.0)
+            run = DryRun(self._skeleton, self.sample, draw=1.0)
             result = nested.replaced(run.run(), Tensor, _without_memory)
         trace = run.trace()
         if drawn:
@@ -123,7 +123,7 @@ class Cuttable:
                 "unit"
             )
         if run.decides:
-            other = DryRun(self._skeleton, *self.sample, draw=0.0)
+            other = DryRun(self._skeleton, self.sample, draw=0.0)
             other.run()
             if other.trace().order != trace.order:
                 varying = sorted({unit_of(call) for call in {*other.trace().order} ^ {*trace.order}})

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from pipework.model.parts.leaves import Absent
+    from pipework.model.parts.sample import Arguments
     from pipework.model.parts.skeleton import Skeleton, Unit
 
 _RANDOM = Source("random", "", 0)
@@ -51,8 +52,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
 
     Args:
         skeleton: of the model.
-        arguments: the positional arguments of the model.
-        keywords: its keyword arguments.
+        sample: the positional and the keyword arguments of the model.
         draw: in place of each random number that is drawn alone; the forward may decide with it which units it calls.
         computes_losses: whether units that return a single number compute it, with zeros for their parameters.
 
@@ -60,17 +60,9 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         decides: whether the forward has read a random number.
     """
 
-    def __init__(
-        self,
-        skeleton: Skeleton,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        draw: float,
-        *,
-        computes_losses: bool = False,
-    ) -> None:
+    def __init__(self, skeleton: Skeleton, sample: Arguments, draw: float, *, computes_losses: bool = False) -> None:
         torch_private.DispatchMode.__init__(self)
-        own, named = mapped(Tensor, _own_copy, (arguments, keywords))
+        own, named = mapped(Tensor, _own_copy, sample)
         message = Message.first(skeleton.adapter.inputs(own, named))
         self._copy, absent = skeleton.copy({*skeleton.units, *skeleton.own_parameters}, shares=False)
         self._model = type(skeleton.model).__name__
@@ -158,7 +150,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         before = self._side_outputs.mark()
         try:
             with self._pausing(), torch.no_grad(), generators_put_back():
-                output = self._form(call, unit, arguments, keywords)
+                output = self._form(call, unit, (arguments, dict(keywords)))
             beside = self._side_outputs.since(before)
         finally:
             self._side_outputs.remove(before)
@@ -174,7 +166,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         if self._computes_losses and any(each.is_floating_point() and not each.dim() for each in tensors_in(output)):
             with self._pausing():
                 zeros = {each: torch.zeros_like(own, device=self._device) for each, own in unit.named_parameters()}
-                output = _compute(unit, zeros, arguments, keywords)
+                output = _compute(unit, zeros, (arguments, dict(keywords)))
         output = self._absent_units[name].replay(output, arguments, keywords)
         self._protect(call, output)
         return output
@@ -333,14 +325,14 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         self._follow_leaves("call", call, filled)
         return filled
 
-    def _form(self, call: str, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    def _form(self, call: str, unit: Unit, inputs: Arguments) -> Any:
         """What a unit returns on the meta device; of zeros if it reads values, or has tensors of other classes."""
         tensors = dict((*unit.named_parameters(), *unit.named_buffers()))
         own = {name: tensor for name, tensor in tensors.items() if type(tensor) not in _PLAIN_TENSORS}
         mark = self._side_outputs.mark()
         if not own:
             try:
-                return self._on(_META, call, unit, tensors, arguments, keywords)
+                return self._on(_META, call, unit, tensors, inputs)
             except CannotCut:
                 raise
             except Exception:  # it reads values; if something else is wrong, that shows again
@@ -353,31 +345,23 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
                     "rank"
                 )
         device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
-        return self._on(device, call, unit, tensors, arguments, keywords)
+        return self._on(device, call, unit, tensors, inputs)
 
-    def _on(
-        self,
-        device: torch.device,
-        call: str,
-        unit: Unit,
-        tensors: Mapping[str, Tensor],
-        arguments: tuple[Any, ...],
-        keywords: Mapping[str, Any],
-    ) -> Any:
+    def _on(self, device: torch.device, call: str, unit: Unit, tensors: Mapping[str, Tensor], inputs: Arguments) -> Any:
         """What a unit returns on a device, with zeros for its tensors; those of other classes stay as they are."""
         plain = {name: tensor for name, tensor in tensors.items() if type(tensor) in _PLAIN_TENSORS}
         state = {name: torch.zeros_like(tensor, device=device) for name, tensor in plain.items()}
-        moved = mapped(Tensor, lambda tensor: tensor.detach().to(device, copy=True), (arguments, dict(keywords)))
+        moved = mapped(Tensor, lambda tensor: tensor.detach().to(device, copy=True), inputs)
         before, inside = held_by(moved), tensors_in(moved)
         versions = [torch_private.version(tensor) for tensor in inside]
         self._left.calling = call
         try:
             with put_back(unit):
-                output = _compute(unit, {**tensors, **state}, *moved)
-            self._left.note(before, moved, (arguments, keywords))
+                output = _compute(unit, {**tensors, **state}, moved)
+            self._left.note(before, moved, inputs)
         finally:
             self._left.calling = ""
-        for given, tensor, version in zip(tensors_in((arguments, keywords)), inside, versions, strict=True):
+        for given, tensor, version in zip(tensors_in(inputs), inside, versions, strict=True):
             if torch_private.version(tensor) != version:
                 self._kept.append(given)
                 key = memory_of(given)
@@ -413,10 +397,9 @@ class _Plain(nn.Module):
         return self.unit.plain_forward(*arguments, **keywords)
 
 
-def _compute(unit: Unit, tensors: Mapping[str, Tensor], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+def _compute(unit: Unit, tensors: Mapping[str, Tensor], inputs: Arguments) -> Any:
     """What a unit computes without its hooks, with other tensors in place of its own, by their names."""
-    state = {f"unit.{name}": tensor for name, tensor in tensors.items()}
-    return torch.func.functional_call(_Plain(unit), state, arguments, dict(keywords))
+    return torch.func.functional_call(_Plain(unit), {f"unit.{name}": each for name, each in tensors.items()}, *inputs)
 
 
 def _own_copy(tensor: Tensor) -> Tensor:

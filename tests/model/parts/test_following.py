@@ -104,6 +104,8 @@ def forward_of(model: Any) -> None:
         (lambda model: model.inner.register_forward_hook(lambda *given: None), "inner .Inner. was given hooks"),
         (lambda model: model.inner.register_forward_pre_hook(lambda *given: None), "inner .Inner. was given hooks"),
         (forward_of, "Inner.forward refers to a module and was assigned"),
+        (lambda model: setattr(model, "chosen", [model.first]), "Model.chosen refers to a module and was assigned"),
+        (lambda model: setattr(model, "inner", Inner()), "inner.blocks.0 of Model was replaced by another module"),
         (lambda model: parametrizations.weight_norm(model.first), "first of Model became a ParametrizedLinear"),
         (lambda model: setattr(model, "first", nn.Linear(4, 4)), "first of Model was replaced by another module"),
     ],
@@ -154,3 +156,20 @@ def test_a_number_that_changes_in_each_step_does_not_make_each_step_watched(monk
     model.late = True
     step(model)
     assert len(again) == 4
+
+
+def test_attributes_buffers_and_flags() -> None:
+    model = with_pipe()
+    parts: Any = list(vars(model)["forward"]._pipe)
+    parts[0].model.kept = 1
+    model.factor, model.mask = 3.0, torch.zeros(4)
+    model.register_buffer("keep", torch.ones(4))
+    model.inner.blocks.eval()
+    step(model)
+    for part in parts:
+        assert (part.model.factor, part.model.mask is model.mask, part.model.keep is model.keep) == (3.0, True, True)
+        assert (part.training, part.model.inner.training, part.model.inner.blocks.training) == (True, True, False)
+    del model.factor
+    step(model)
+    assert not hasattr(parts[0].model, "factor")
+    assert parts[0].model.kept == 1, "what the part has set itself stays"

@@ -216,29 +216,18 @@ def batch(largest: float = 1.0) -> dict[str, Tensor]:
     return {"x": torch.linspace(-1, largest, 32).view(8, 4), "labels": torch.linspace(1, -1, 32).view(8, 4)}
 
 
-def with_pipe(way: str) -> Model:
+@pytest.mark.parametrize("late", [False, True], ids=["by the data", "by a flag, after the watched micro-batches"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_later_batch_that_takes_another_way(way: str, late: bool) -> None:
     model = Model(WAYS[way])
     attach(model, batch(), chunks=4, balance=[3, 2], devices=["cpu"] * 2)
-    return model
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_data_that_takes_another_way(way: str) -> None:
-    model = with_pipe(way)
-    model(**batch()).backward()
-    with pytest.raises(RuntimeError, match="reads a tensor that it did not read for the sample"):
-        model(**batch(3.0))
-    model(**batch()).backward()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_flag_that_is_switched_later(way: str) -> None:
-    model = with_pipe(way)
-    for _ in range(5):  # after so many micro-batches, few are watched
+    for _ in range(5 if late else 1):
         model(**batch()).backward()
-    model.late = True
+    model.late = late
     with pytest.raises(RuntimeError, match="reads a tensor that it did not read for the sample"):
-        model(**batch())
+        model(**batch(1.0 if late else 3.0))
+    model.late = False
+    model(**batch()).backward()
 
 
 @pytest.mark.parametrize("way", WAYS)
