@@ -40,12 +40,8 @@ def test_flattened_and_put_together(tree: Any) -> None:
     assert all(not isinstance(leaf, Box) for leaf in leaves)
 
 
-def test_a_dataclass_without_tensors_is_a_leaf() -> None:
-    box = Box("text")
-    assert flatten([box])[0] == [box]
-
-
 def test_replaced_leaves() -> None:
+    assert flatten([Box("text")])[0] == [Box("text")], "a dataclass without tensors is a leaf"
     doubled = mapped(Tensor, lambda tensor: tensor * 2, {"a": Box(ONE), "b": 1})
     assert (doubled["a"].inside.item(), doubled["a"].number, doubled["b"]) == (2.0, 3, 1)
     assert mapped(Tensor, lambda tensor: tensor * 2, ONE).item() == 2.0
@@ -58,26 +54,9 @@ def test_tensors_in_a_value() -> None:
 
 
 def test_tensors_that_objects_hold() -> None:
-    cyclic = Opaque({"a": {ONE}, "b": [TWO]})
+    cyclic = Opaque({"a": {ONE}, "b": [TWO], "c": [Opaque(TWO), Opaque(ONE)]})
     cyclic.inside["self"] = cyclic
-    assert sorted(map(len, held_by((cyclic, nn.Linear)))) == [1, 2]
-
-
-class Entry:
-    def __init__(self) -> None:
-        self.keys, self.values = torch.zeros(1), torch.zeros(1)
-
-
-class Cache:
-    def __init__(self, entries: int) -> None:
-        self.entries = [Entry() for _ in range(entries)]
-        self.owner = self
-
-
-def test_all_tensors_of_objects_in_objects_are_found_once() -> None:
-    cache = Cache(40)
-    found = held_by(({"cache": cache}, [cache], Entry()))
-    assert len(found) == len({id(tensor) for tensor in found}) == 82
+    assert sorted(map(len, held_by((cyclic, [cyclic], nn.Linear)))) == [1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

@@ -50,20 +50,13 @@ def test_units_here_are_twins_and_others_absent_units() -> None:
     assert {id(each) for each in part.parameters()} == {id(each) for each in model.blocks[1].parameters()}
 
 
-def test_a_part_has_the_parameters_that_it_reads() -> None:
+def test_a_part_has_the_parameters_that_it_reads_and_shares_other_attributes() -> None:
     model, part = copied([], ["scale"])
     assert isinstance(part, Container)
-    assert part.scale is model.scale
-    assert list(part._parameters) == ["scale"]
-    assert list(part.elsewhere) == ["shift"]
     assert type(part).__name__ == "Net"
-
-
-def test_values_of_attributes_are_shared() -> None:
-    model, part = copied([], [])
-    assert part.settings is model.settings
-    assert part.mask is model.mask
-    assert part.alias is not model.alias
+    assert part.scale is model.scale
+    assert (list(part._parameters), list(part.elsewhere)) == (["scale"], ["shift"])
+    assert (part.settings is model.settings, part.mask is model.mask, part.alias is model.alias) == (True, True, False)
 
 
 def test_hooks_of_the_model_are_not_those_of_a_part() -> None:
@@ -120,11 +113,6 @@ def test_a_stand_in_answers_for_its_module_and_does_not_compute() -> None:
     assert module.training
     with pytest.raises(RuntimeError, match="layer runs in another part"):
         stand_in(torch.ones(1, 2))
-
-
-def test_a_copied_stand_in_refers_to_what_is_copied_with_it() -> None:
-    module = nn.Linear(2, 2)
-    alone = copy.deepcopy(AbsentUnit("layer", module))
-    assert alone.weight is module.weight
-    own, stand_in = copy.deepcopy((module, AbsentUnit("layer", module)))
-    assert stand_in.weight is own.weight
+    assert copy.deepcopy(stand_in)[0] is module[0]
+    own, copied_with_it = copy.deepcopy((module, stand_in))
+    assert copied_with_it[0] is own[0]
