@@ -28,7 +28,7 @@ class Peak(NamedTuple):
 
     Attributes:
         total: bytes, without what is there before the step.
-        held: how much of it is what `device_peaks` was given as held, and gradients.
+        held: the weights and gradients among them.
     """
 
     total: int
@@ -122,7 +122,7 @@ class _Memory:
         self._see(device)
 
     def end(self, kind: str, stage: int, micro_batch: int, interval: Interval) -> None:
-        """It ends: what it leaves behind is kept, and what it was the last to need is freed."""
+        """An action ends: its results are kept, and what only this action still needed is freed."""
         one, device = self._measured[stage], self._devices[stage]
         del self._needed[device][interval]
         is_last = stage + 1 == len(self._devices)
@@ -167,7 +167,7 @@ class _Memory:
             self._see(each)
 
     def _see(self, device: torch.device) -> None:
-        """One of the actions that run now needs most, and the others what they need on average."""
+        """Counts one of the running actions with the most that it needs, and the others with their average."""
         needs = self._needed[device].values()
         at_once = sum(need.mean for need in needs) + max((need.most - need.mean for need in needs), default=0)
         held = self._held.get(device, _NOTHING)

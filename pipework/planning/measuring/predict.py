@@ -159,9 +159,9 @@ def predict_step(
         schedule: of the whole step.
         split: the mini-batch in micro-batches, of which the largest is measured.
         targets: of each micro-batch; None: the loss is outside.
-        loss: see `Sample`, like `tuples`.
-        tuples: see there.
-        optimizer: see `optimizer_bytes`.
+        loss: what the last stage computes; None: the loss is outside.
+        tuples: how a tuple goes from one layer to the next.
+        optimizer: whose state is counted; a number: so many numbers for each parameter; None: there is none.
         timeout: seconds to measure each stage; at least one pass is timed.
         progress: called with a line of text for each stage; None: the line is logged to "pipework" (INFO).
         known: costs that are known already, by their names in `Costs`. With those of forwards no time is measured.

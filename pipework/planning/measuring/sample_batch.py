@@ -126,8 +126,8 @@ def largest_sample(
     Args:
         split: the mini-batch.
         targets: of each micro-batch; None: the loss is outside.
-        loss: see `Sample`, like `tuples`.
-        tuples: see there.
+        loss: what the last stage computes; None: the loss is outside.
+        tuples: how a tuple goes from one layer to the next.
     """
     sizes = [sum(map(bytes_of, tensors)) for tensors, _ in split.micro_batches]
     largest = sizes.index(max(sizes))

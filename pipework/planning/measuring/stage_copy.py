@@ -164,17 +164,11 @@ def measure_stages(
         for place in (device, torch.device("cpu")):
             try:
                 with traceless(place), threads_of_a_worker(cpu_workers if place.type == "cpu" else 1):
-                    one, value = StageCopy(
-                        partition,
-                        place,
-                        tracker,
-                        sample,
-                        is_first=number == 0,
-                        is_last=number == len(partitions) - 1,
-                        trains=trains,
-                        splits=number in split,
-                        clock=clock or functools.partial(_clock_of, place),
-                    ).measure(value, seconds)
+                    tracker.device, timer = place, clock or functools.partial(_clock_of, place)
+                    own = sample if number == len(partitions) - 1 else replace(sample, loss=None)
+                    layers = _copies(partition, place, trains)
+                    stage = StageCopy(layers, tracker, own, timer, is_first=number == 0, splits=number in split)
+                    one, value = stage.measure(value, seconds)
                 break
             except RuntimeError as error:
                 if not (is_accelerator(place) and is_out_of_memory(error)):
@@ -192,37 +186,35 @@ def measure_stages(
     return measured, tuple(elsewhere)
 
 
+def _copies(partition: nn.Sequential, device: torch.device, trains: bool) -> list[nn.Module]:
+    layers = [layer.to(device) for layer in copy.deepcopy(partition)]
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
+        if trains:
+            layer.train()
+    return layers
+
+
 class StageCopy:
-    """A copy of a stage; it runs a micro-batch as the stage will."""
+    """A copy of a stage; it runs a micro-batch as the stage will.
+
+    Args:
+        layers: copies, on the tracker's device.
+        tracker: keeps what skip connections bring from one stage to another.
+        sample: a micro-batch; without a loss, the stage computes none.
+        clock: entered for each pass that is timed.
+        is_first: whether the stage gets the mini-batch.
+        splits: whether the stage's backward is split.
+    """
 
     def __init__(
-        self,
-        partition: nn.Sequential,
-        device: torch.device,
-        tracker: Tracker,
-        sample: Sample,
-        *,
-        is_first: bool,
-        is_last: bool,
-        trains: bool,
-        splits: bool,
-        clock: Clock,
+        self, layers: list[nn.Module], tracker: Tracker, sample: Sample, clock: Clock, *, is_first: bool, splits: bool
     ) -> None:
-        self._layers = [layer.to(device) for layer in copy.deepcopy(partition)]
-        for layer in self._layers:
-            layer.zero_grad(set_to_none=True)
-            if trains:
-                layer.train()
-        self._device = device
-        self._tracker = tracker
-        tracker.device = device
-        self._sample = sample
-        self._loss = sample.loss if is_last else None
-        self._is_first = is_first
+        self._layers, self._device, self._tracker, self._clock = layers, tracker.device, tracker, clock
+        self._sample, self._loss, self._is_first = sample, sample.loss, is_first
         self._target: Any = None
-        self._clock = clock
         self._weight_store = WeightGradientStore({}) if splits else None
-        self._aliases = Aliases(self._layers if splits else (), self._weight_store)
+        self._aliases = Aliases(layers if splits else (), self._weight_store)
         if not self._aliases.any_deferrable:
             self._weight_store = None
 

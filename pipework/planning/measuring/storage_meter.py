@@ -1,4 +1,4 @@
-"""Counts the bytes that one thread's operators have in use on a device, at every moment; those of an optimizer, too."""
+"""Counts the bytes that one thread's operators have in use on a device at every moment, and what an optimizer holds."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
     library keeps from then on, as cuBLAS does for each thread and stream, does not count.
 
     Args:
-        device: others do not count.
-        present: tensors that were there before; they do not count, either.
+        device: storages on other devices do not count.
+        present: tensors made before; their storages do not count.
 
     Attributes:
         live: bytes in use now.
@@ -59,7 +59,7 @@ class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
 
     @property
     def mean(self) -> int:
-        """See the class."""
+        """The mean of the bytes in use over the operators since `begin`."""
         return self._sum // max(1, self._operators)
 
     def begin(self) -> int:
