@@ -288,12 +288,17 @@ class StageCopy:
             saved.add(memory_key(tensor))
             return tensor.detach()  # an output that held its own graph would never be freed
 
+        def unpack(tensor: Tensor) -> Tensor:
+            return tensor
+
+        # Else products and convolutions would not be split here, as they are in a step, and nothing of them would wait.
+        unpack.may_be_called_twice = True  # type: ignore[attr-defined]
         with meter:
             given = self._fresh(value)
             start = meter.begin()
             inputs = tensors_of(given)
             of_inputs = {memory_key(each): each.nbytes for each in inputs}
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
+            with saved_tensors_hooks(pack, unpack):
                 output = self._forward(given)
             target = sum(each.nbytes for each in tensors_of(self._target) if memory_key(each) in saved)
             popped = dict(self._tracker.popped)

@@ -81,6 +81,21 @@ def test_a_popped_tensor_counts_also_if_no_graph_saves_it(schedule: str) -> None
     assert prediction.costs.activation == timeline.costs().activation
 
 
+def test_what_waits_in_a_detached_graph_counts() -> None:
+    layers = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(432, 3)
+    )
+    pipe = Pipe(
+        layers, 4, "never", balance=[2, 2, 2], devices=["cpu"] * 3, schedule="zb-h1", loss_fn=functional.cross_entropy
+    )
+    x, y = torch.randn(16, 3, 16, 16), torch.randint(3, (16,))
+    prediction = pipe.predict(x, target=y, timeout=0)
+    pipe(x, target=y)
+    costs = recorded(pipe, x, y).costs()
+    assert costs.waiting is not None
+    assert list(prediction.costs.waiting) == pytest.approx(list(costs.waiting), rel=0.05)
+
+
 @every_mode
 @every_schedule
 def test_activation_bytes_are_those_that_are_then_measured(schedule: str, checkpoint: str) -> None:
