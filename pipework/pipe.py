@@ -160,7 +160,7 @@ class Pipe(Layers):
             raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
         if checkpoint not in MODES:
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never': got {checkpoint!r}")
-        checked_debug(debug)
+        debug = checked_debug(debug)
         loss = LossSettings(loss_fn, loss_reduction, loss_weight, grad_scaler)
         if isinstance(module, nn.Sequential):
             refuse_own_behaviour(module)
@@ -204,7 +204,7 @@ class Pipe(Layers):
         self._backend = backend
         self._assignment = assignment
         self._defers = bool(deferred_batch_norm)
-        settings = Settings(loss, tuple_rule(module), chunks, checkpoint, split, checked_debug(debug), self._warns)
+        settings = Settings(loss, tuple_rule(module), chunks, checkpoint, split, debug, self._warns)
         executor = self._executor = self._executor_type(assignment, backend, partitions, here, settings)
         told = {
             "chunks": chunks,
@@ -214,7 +214,7 @@ class Pipe(Layers):
             "loss_fn": function_identity(loss_fn),
             "loss_weight": function_identity(loss_weight),
             "split": function_identity(split),
-            "debug": sorted(settings.debug),
+            "debug": sorted(debug),
             "grad_scaler": grad_scaler is not None,
             "training": module.training,
             "random key of layers on the meta device": key,

@@ -136,24 +136,13 @@ def test_children_may_have_any_name() -> None:
     assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "schedule",
-        "chunks",
-        "balance",
-        "checkpoint",
-        "devices",
-        "partitions",
-        "loss_fn",
-        "loss_weight",
-        "loss_reduction",
-        "debug",
-        "grad_scaler",
-        "deferred_batch_norm",
-        "mesh",
-    ],
-)
+FIXED = [
+    "schedule", "chunks", "balance", "checkpoint", "devices", "partitions", "loss_fn", "loss_weight", "loss_reduction",
+    "debug", "grad_scaler", "deferred_batch_norm", "mesh",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIXED)
 @pytest.mark.parametrize("value", ["1f1b", nn.ReLU()])
 def test_what_a_pipe_is_made_with_cannot_be_changed(name: str, value: object) -> None:
     pipe = two_stages()
