@@ -91,6 +91,7 @@ class PartRun:
         self._counts: dict[str, int] = defaultdict(int)
         self._returned: list[tuple[str, Tensor, int]] = []  # what the glue must not change: its origin, its version
         self._absent: dict[int, Tensor] = {}
+        self._of_form: dict[str, Tensor] = {}  # one tensor without values for all calls of the same form
         self._reached = False  # whether the unit that computes has called its own forward by way of its twin
         self._start_stream: Callable[[int], None] | None = None
         self.before: Any = None
@@ -196,7 +197,7 @@ class PartRun:
 
     def _compute(self, call: UnitCall, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """What a unit of this part computes."""
-        leaves = flatten((arguments, keywords))[0]
+        leaves = [leaf for value in (*arguments, *keywords.values()) for leaf in flatten(value)[0]]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self.lacks_any(tensors):
             raise self.reads_absent(call.name)
@@ -224,7 +225,10 @@ class PartRun:
     def _from_earlier(self, call: UnitCall, unit: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """What a unit of an earlier part returned."""
         if call.name in self._message.absent:
-            output: Any = self.absent(Absent.of_text(self._message.absent[call.name]))
+            form = self._message.absent[call.name]
+            if form not in self._of_form:
+                self._of_form[form] = self.absent(Absent.of_text(form))
+            output: Any = self._of_form[form]
         elif call.name in self._values:
             if call.name in self._beside:
                 self._side_outputs.add(mapped(Absent, self.absent, self._beside[call.name]))
