@@ -241,7 +241,6 @@ class StageCopy:
                 times = [self._timed_pass(value)[1]]
                 while time.perf_counter() < end:
                     times.append(self._timed_pass(value)[1])
-        self._tracker.next_stage()
         medians = LayerSeconds(*(median(column) for column in zip(*times, strict=True)))
         return Measured(medians, found), cut(output, self._device)
 
@@ -399,7 +398,6 @@ class Tracker:
 
     def __init__(self) -> None:
         self._from_before: dict[Hashable, Tensor | None] = {}
-        self._last: dict[Hashable, Tensor | None] = {}
         self._of_this_pass: dict[Hashable, Tensor | None] = {}
         self.popped: dict[Hashable, Tensor] = {}
         self.device = torch.device("cpu")
@@ -424,8 +422,10 @@ class Tracker:
         return entered(leaf)  # type: ignore[no-any-return]
 
     def next_pass(self) -> None:
-        """Prepares for another pass of the same stage."""
-        self._last, self._of_this_pass, self.popped = self._of_this_pass, {}, {}
+        """Ends a pass, whose stashed tensors later stages pop, if no other pass of the stage follows."""
+        for key, tensor in self._of_this_pass.items():
+            self._from_before[key] = None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+        self._of_this_pass, self.popped = {}, {}
 
     def let_go(self) -> Iterator[tuple[Hashable, int]]:
         """Ends a pass whose tensors are not kept: drops one stashed tensor after the other, gives its key and size."""
@@ -435,12 +435,6 @@ class Tracker:
             size = 0 if tensor is None else tensor.nbytes
             del tensor
             yield key, size
-
-    def next_stage(self) -> None:
-        """Prepares for the next stage."""
-        for key, tensor in self._last.items():
-            self._from_before[key] = None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
-        self._last = {}
 
 
 def _gradient_bytes(tensor: Tensor) -> int:
