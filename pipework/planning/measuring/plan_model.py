@@ -289,11 +289,8 @@ def by_speed(
     """
     if batch.target is None:
         return [(plans[0], None)]  # the caller computes the loss, and this does not know how
-    copied = sum(each.nbytes for each in (*module.parameters(), *module.buffers()) if each.device.type == "cpu")
-    fits = max(copied, *map(_cpu_bytes, plans)) <= _cpu_bytes_left()  # the system ends a program that takes too much
-    tried = [_Tried(plan) for plan in plans if fits]
-    if tried:
-        report(f"steps of {counted(len(plans), 'plan')} are tried")
+    tried = [_Tried(plan) for plan in plans]
+    report(f"steps of {counted(len(plans), 'plan')} are tried")
     for turn in range(_TURNS):
         best = min((each.median for each in tried), default=inf)
         for each in list(tried):
@@ -367,20 +364,6 @@ def _scaled(tried: _Tried) -> Costs:
         is_tuple = isinstance(value, tuple)
         times[name] = tuple(each * factor for each in value) if is_tuple else value and value * factor
     return replace(costs, **times)
-
-
-def _cpu_bytes(plan: Plan) -> float:
-    places = map(torch.device, plan.devices)
-    return sum(held.total for held, place in zip(plan.workers, places, strict=True) if place.type == "cpu")
-
-
-def _cpu_bytes_left() -> float:
-    """What the system says that programs can still get; infinity if it says nothing."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return inf
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), inf)
 
 
 # ---- what its stages take and hold -----------------------------------------------------------------------------------

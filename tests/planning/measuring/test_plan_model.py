@@ -74,6 +74,10 @@ def test_a_search_of_some_seconds_tries_several_schedules() -> None:
     assert len(plan(layers(), X, **options, seconds=0.5).named) > 1
 
 
+def no_memory(*_: Any) -> None:
+    raise MemoryError
+
+
 def test_a_note_says_that_a_stage_was_measured_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_memory(*arguments: Any, **options: Any) -> Any:
         return measure_stages(*arguments, **options)[0], (1,)
@@ -81,7 +85,7 @@ def test_a_note_says_that_a_stage_was_measured_elsewhere(monkeypatch: pytest.Mon
     monkeypatch.setattr("pipework.planning.measuring.predict.measure_stages", without_memory)
     note = "stage 1 was measured on the CPU, because its device ran out of memory: its times are the CPU's"
     assert note not in plan(layers(), X, **OPTIONS).notes  # its times are those of steps
-    monkeypatch.setattr("pipework.planning.measuring.plan_model._cpu_bytes_left", lambda: 0)
+    monkeypatch.setattr("pipework.planning.measuring.plan_model.run_steps", no_memory)
     assert note in plan(layers(), X, **OPTIONS).notes
 
 
@@ -163,9 +167,10 @@ class Pop(nn.Module):
         return x + ahead
 
 
-@pytest.mark.parametrize("bytes_left", [float("inf"), 0])
-def test_a_skip_connection_over_stages(monkeypatch: pytest.MonkeyPatch, bytes_left: float) -> None:
-    monkeypatch.setattr("pipework.planning.measuring.plan_model._cpu_bytes_left", lambda: bytes_left)
+@pytest.mark.parametrize("steps_fit", [True, False])
+def test_a_skip_connection_over_stages(monkeypatch: pytest.MonkeyPatch, steps_fit: bool) -> None:
+    if not steps_fit:
+        monkeypatch.setattr("pipework.planning.measuring.plan_model.run_steps", no_memory)
     module = nn.Sequential(Stash(*X.shape[-1:] * 2), nn.Tanh(), nn.ReLU(), Pop())
     options = OPTIONS | {"target": X, "schedules": ["interleaved-1f1b"]}
     found = plan(module, X, **options)
