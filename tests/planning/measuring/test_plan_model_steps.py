@@ -100,17 +100,6 @@ def test_layers_may_change_their_parameters() -> None:
     assert torch.equal(module[1].weight, before)
 
 
-def test_there_may_be_too_little_memory_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("pipework.planning.measuring.plan_model.run_steps", no_memory)
-    module, x, lines = layers_of(), torch.randn(8, 3, 4), list[str]()
-    found = planned(module, x)
-    assert by_speed([found], module, batch_of(module, x, x, F.mse_loss), 0, lines.append) == [(found, None)]
-    assert "no memory for steps of the plan" in lines[1]
-
-
 def test_what_a_plan_recomputes_is_measured() -> None:
     module, x = layers_of(), torch.randn(8, 3, 4)
     found = planned(module, x)
