@@ -26,7 +26,7 @@ def test_several_workers_and_one_micro_batch(options: dict[str, Any]) -> None:
 def test_a_model_in_one_layer() -> None:
     with pytest.warns(PipeWarning, match=r"one worker has all .* has, 1 layer, and nothing.*\*model.blocks"):
         Pipe(copy.deepcopy(ONE), 4)
-    with pytest.warns(PipeWarning, match="one worker has all"):
+    with pytest.warns(PipeWarning, match="one worker has all that the nn.Sequential has"):
         Pipe(copy.deepcopy(ONE), 4, devices=["cpu", "cpu"])
 
 

@@ -49,7 +49,7 @@ REFUSED = {
     "cost": ("1f1b\n:alt: x\n:costs: speed=1", "no cost is called 'speed': choose one of 'F', 'B', "),
     "number": ("1f1b\n:alt: x\n:costs: forward=fast", "'forward=fast' is not a cost: wanted name=number"),
     "color": ("1f1b\n:alt: x\n:colors: pink", "colors is 'pink': wanted one of"),
-    "stages": ("zb-v\n:alt: x\n:stages-per-worker: 3", "has two stages per worker, got stages_per_worker=3"),
+    "stages": ("zb-v\n:alt: x\n:stages-per-worker: 3", "has stages_per_worker=2, got 3"),
     "chunks": ("zb-v\n:alt: x\n:chunks: -1", "negative or zero value"),
 }
 
