@@ -230,17 +230,19 @@ class StageCopy:
             # The first pass allocates, and shows which weight gradients can be delayed.
             buffers = MutableBuffers(self._layers)
             before = buffers.snapshot()
-            output, _ = self._timed_pass(value)
+            message = sum(tensor.nbytes for tensor in tensors_of(self._timed_pass(value)[0]))
             clones = sum(tensor.nbytes for tensor in buffers.learn(before).tensors)
-            found = replace(
-                self._bytes(value), message=sum(tensor.nbytes for tensor in tensors_of(output)), clones=clones
-            )
-            times = [(1.0, 1.0, float(self._weight_store is not None))]
-            if seconds is not None:
-                end = time.perf_counter() + seconds
-                times = [self._timed_pass(value)[1]]
-                while time.perf_counter() < end:
-                    times.append(self._timed_pass(value)[1])
+            found = replace(self._bytes(value), message=message, clones=clones)
+            # No output outlives its pass but that of the last one, which the next stage gets.
+            end = time.perf_counter() + (seconds or 0.0)
+            output, passed = self._timed_pass(value)
+            times = [passed]
+            while time.perf_counter() < end:
+                del output
+                output, passed = self._timed_pass(value)
+                times.append(passed)
+            if seconds is None:
+                times = [(1.0, 1.0, float(self._weight_store is not None))]
         medians = LayerSeconds(*(median(column) for column in zip(*times, strict=True)))
         return Measured(medians, found), cut(output, self._device)
 
@@ -252,7 +254,9 @@ class StageCopy:
             output = self._forward(given)
             times.append(read())
             ends = self._ends(output)
-            self._first_half(lambda: _run_backward(ends, [torch.ones_like(tensor) for tensor in ends]))
+            # Ones without memory of their own: a sample may be as large as memory allows.
+            ones = [torch.ones((), dtype=end.dtype, device=end.device).expand_as(end) for end in ends]
+            self._first_half(functools.partial(_run_backward, ends, ones))
             times.append(read())
             self._second_half()
             times.append(read() if self._weight_store is not None else times[-1])
