@@ -12,8 +12,8 @@ If the pipe is attached to a model that is in this process as a whole, the model
 from __future__ import annotations
 
 import base64
+import ctypes
 import functools
-import io
 import itertools
 import json
 from collections import Counter
@@ -281,21 +281,26 @@ def differentiate(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -
 
 
 def _packed(value: Any) -> str:
-    """Nested tensors as text: with their strides, on which sums depend, and without the rest of their storages."""
+    """Nested tensors as text, each without the rest of its storage."""
     tensors, structure = nested.flatten(value)
-    data = io.BytesIO()
-    torch.save(
-        [
-            each.detach().cpu().resolve_conj().resolve_neg().clone().requires_grad_(each.requires_grad)
-            for each in tensors
-        ],
-        data,
-    )
-    form = None if structure is None else structure_json.encode(structure)
-    return json.dumps([form, base64.b64encode(data.getvalue()).decode()])
+    return json.dumps([None if structure is None else structure_json.encode(structure), *map(_written, tensors)])
 
 
 def _unpacked(text: str) -> Any:
-    form, data = json.loads(text)
-    tensors = torch.load(io.BytesIO(base64.b64decode(data)), weights_only=True)
-    return nested.unflatten(tuple(tensors), None if form is None else structure_json.decode(form, len(tensors)))
+    form, *tensors = json.loads(text)
+    structure = None if form is None else structure_json.decode(form, len(tensors))
+    return nested.unflatten(tuple([_read(*each) for each in tensors]), structure)
+
+
+def _written(tensor: Tensor) -> list[Any]:
+    """A tensor with its strides, on which sums depend, as JSON: nothing that another process sends is unpickled."""
+    own = tensor.detach().cpu().resolve_conj().resolve_neg().clone()
+    memory = own.untyped_storage()
+    data = ctypes.string_at(memory.data_ptr(), memory.nbytes()) if memory.nbytes() else b""
+    return [str(own.dtype), own.shape, own.stride(), tensor.requires_grad, base64.b64encode(data).decode()]
+
+
+def _read(dtype: str, shape: list[int], stride: list[int], requires_grad: bool, text: str) -> Tensor:
+    kind, data = structure_json.DTYPES[dtype], bytearray(base64.b64decode(text))
+    flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+    return flat.as_strided(shape, stride).requires_grad_(requires_grad)
