@@ -254,9 +254,7 @@ class StageCopy:
             output = self._forward(given)
             times.append(read())
             ends = self._ends(output)
-            # Ones without memory of their own: a sample may be as large as memory allows.
-            ones = [torch.ones((), dtype=end.dtype, device=end.device).expand_as(end) for end in ends]
-            self._first_half(functools.partial(_run_backward, ends, ones))
+            self._first_half(functools.partial(_run_backward, ends, [_ones(end) for end in ends]))
             times.append(read())
             self._second_half()
             times.append(read() if self._weight_store is not None else times[-1])
@@ -447,6 +445,11 @@ def _gradient_bytes(tensor: Tensor) -> int:
 
 def _need(meter: StorageMeter, before: int) -> Need:
     return Need(max(0, meter.peak - before), max(0, meter.mean - before))
+
+
+def _ones(end: Tensor) -> Tensor:
+    """Ones without memory of their own, since a sample may be as large as memory allows; rates count bytes on meta."""
+    return torch.ones_like(end) if end.is_meta else torch.ones((), dtype=end.dtype, device=end.device).expand_as(end)
 
 
 def _run_backward(roots: Sequence[Any], seeds: Sequence[Tensor]) -> None:
