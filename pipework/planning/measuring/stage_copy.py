@@ -165,10 +165,11 @@ def measure_stages(
             try:
                 with traceless(place), threads_of_a_worker(cpu_workers if place.type == "cpu" else 1):
                     tracker.device, timer = place, clock or functools.partial(_clock_of, place)
-                    own = sample if number == len(partitions) - 1 else replace(sample, loss=None)
+                    is_last = number == len(partitions) - 1
+                    own = sample if is_last else replace(sample, loss=None)
                     layers = _copies(partition, place, trains)
                     stage = StageCopy(layers, tracker, own, timer, is_first=number == 0, splits=number in split)
-                    one, value = stage.measure(value, seconds)
+                    one, value = stage.measure(value, seconds, is_last=is_last)
                 break
             except RuntimeError as error:
                 if not (is_accelerator(place) and is_out_of_memory(error)):
@@ -218,33 +219,32 @@ class StageCopy:
         if not self._aliases.any_deferrable:
             self._weight_store = None
 
-    def measure(self, value: Any, seconds: float | None) -> tuple[Measured, Any]:
-        """Runs the stage repeatedly; returns the measurement, and the input of the next stage.
+    def measure(self, value: Any, seconds: float | None, *, is_last: bool) -> tuple[Measured, Any]:
+        """Runs the stage repeatedly; returns the measurement, and the input of the next stage, if there is one.
 
         Args:
             value: the input.
             seconds: for measuring times; None: they are not measured, and those of all actions are 1 or 0.
+            is_last: whether no stage gets the output.
         """
         # As a worker's, a backward runs on the thread that calls it.
         with self._aliases.standing_in(), torch.autograd.set_multithreading_enabled(False):
             # The first pass allocates, and shows which weight gradients can be delayed.
             buffers = MutableBuffers(self._layers)
             before = buffers.snapshot()
-            message = sum(tensor.nbytes for tensor in tensors_of(self._timed_pass(value)[0]))
+            output = self._timed_pass(value)[0]
+            message = sum(tensor.nbytes for tensor in tensors_of(output))
+            output = None if is_last else cut(output, self._device)  # the graph of a pass does not outlive it
             clones = sum(tensor.nbytes for tensor in buffers.learn(before).tensors)
             found = replace(self._bytes(value), message=message, clones=clones)
-            # No output outlives its pass but that of the last one, which the next stage gets.
-            end = time.perf_counter() + (seconds or 0.0)
-            output, passed = self._timed_pass(value)
-            times = [passed]
-            while time.perf_counter() < end:
-                del output
-                output, passed = self._timed_pass(value)
-                times.append(passed)
-            if seconds is None:
-                times = [(1.0, 1.0, float(self._weight_store is not None))]
+            times = [(1.0, 1.0, float(self._weight_store is not None))]
+            if seconds is not None:
+                end = time.perf_counter() + seconds
+                times = [self._timed_pass(value)[1]]
+                while time.perf_counter() < end:
+                    times.append(self._timed_pass(value)[1])
         medians = LayerSeconds(*(median(column) for column in zip(*times, strict=True)))
-        return Measured(medians, found), cut(output, self._device)
+        return Measured(medians, found), output
 
     def _timed_pass(self, value: Any) -> tuple[Any, tuple[float, float, float]]:
         """The output, and the seconds of a forward, of its backward (or the first half), and of the second half."""
