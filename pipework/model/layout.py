@@ -237,7 +237,8 @@ class Layout:
         nodes = list(values_in(self.target, target))
         if rows > 1:
             self._refuse_entries(nodes, rows, lists_of_tensors=True)
-            self.learn(Learned({}, _entries_by_name(nodes), []))
+            if entries := _entries_by_name(nodes):
+                self.learn(Learned({}, entries, []))
         found = {name: self.dims.get(name, 0) for name, value, _ in nodes if isinstance(value, Tensor)}
         return _in_order(nodes, found, flat)
 
