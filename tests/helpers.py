@@ -1,4 +1,4 @@
-"""What tests of several folders need: jobs on threads, and a pipe that was saved and loaded."""
+"""What tests of several folders need: jobs on threads, a pipe that was saved and loaded, and moves of a pipe."""
 
 import io
 import threading
@@ -6,6 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# Ways to move a module to a device, which a pipe refuses.
+MOVES: list[Callable[[Any], object]] = [
+    lambda pipe: pipe.cuda(),
+    lambda pipe: pipe.cuda(0),
+    lambda pipe: pipe.cpu(),
+    lambda pipe: pipe.to("cpu"),
+    lambda pipe: pipe.to(torch.device("cpu")),
+    lambda pipe: pipe.to(device="cpu"),
+    lambda pipe: pipe.to("cpu", torch.float64),
+    lambda pipe: pipe.to(torch.zeros(1)),
+    lambda pipe: pipe.to(tensor=torch.zeros(1)),
+]
 
 
 def outcomes_in_threads(*jobs: Callable[[], object]) -> list[object]:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from pipework import Pipe, PipeWarning
 from pipework.schedule import Schedule, fill_drain
+from tests.helpers import MOVES
 
 
 def layers(count: int = 4, width: int = 4) -> nn.Sequential:
@@ -159,19 +160,7 @@ def test_forward_may_be_replaced() -> None:
     assert pipe(5) == 5
 
 
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda pipe: pipe.cuda(),
-        lambda pipe: pipe.cuda(0),
-        lambda pipe: pipe.cpu(),
-        lambda pipe: pipe.to("cpu"),
-        lambda pipe: pipe.to(torch.device("cpu")),
-        lambda pipe: pipe.to(device="cpu"),
-        lambda pipe: pipe.to("cpu", torch.float64),
-        lambda pipe: pipe.to(torch.zeros(1)),
-    ],
-)
+@pytest.mark.parametrize("move", MOVES)
 def test_moving_is_refused(move: object) -> None:
     message = (
         r"^denied to move parameters and buffers, because Pipe should manage device placement; leave .* devices= to"

@@ -1,7 +1,6 @@
 """The old `Pipe` as its users know it: what it refuses, what it is as a container, what goes in and comes out."""
 
 import copy
-import io
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from pipework import PipeWarning
 from pipework.compat.sync import NoChunk, Pipe, WithDevice, is_checkpointing
 from pipework.model.batchnorm import DeferredBatchNorm
+from tests.helpers import MOVES, saved_and_loaded
 
 pytestmark = pytest.mark.usefixtures("rpc")
 
@@ -82,35 +82,14 @@ def test_layers_are_not_attributes() -> None:
         pipe.first  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda pipe: pipe.cuda(),
-        lambda pipe: pipe.cuda(0),
-        lambda pipe: pipe.cpu(),
-        lambda pipe: pipe.to("cpu"),
-        lambda pipe: pipe.to(torch.device("cpu")),
-        lambda pipe: pipe.to(device="cpu"),
-        lambda pipe: pipe.to("cpu", torch.float64),
-        lambda pipe: pipe.to(torch.zeros(1)),
-        lambda pipe: pipe.to(tensor=torch.zeros(1)),
-    ],
-)
+@pytest.mark.parametrize("move", MOVES)
 def test_moving_is_refused(move: Callable[[Pipe], object]) -> None:
     message = r"^denied to move parameters and buffers, because Pipe should manage device placement$"
     with pytest.raises(TypeError, match=message):
         move(Pipe(layers()))
 
 
-def through_a_file(pipe: Pipe) -> Pipe:
-    file = io.BytesIO()
-    torch.save(pipe, file)
-    file.seek(0)
-    loaded: Pipe = torch.load(file, weights_only=False)
-    return loaded
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_a_file])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])
 @pytest.mark.parametrize("used", [False, True])
 def test_copies_stand_alone(duplicate: Callable[[Pipe], Pipe], used: bool) -> None:
     pipe, x = Pipe(layers(), 2, "always"), torch.randn(4, 2)
