@@ -103,7 +103,7 @@ def plan(
         batch: the rows of a mini-batch; None: those of the sample.
         chunks: the number of micro-batches, or several to choose from; None: the planner's choice.
         optimizer: how many numbers it keeps for each trained parameter: 2 for Adam, 0 for plain SGD.
-        schedules: names that may be chosen; None: all, and schedules that are made for this model.
+        schedules: names that may be chosen; None: all.
         seconds: to search. Measuring layers before, and trying steps after it, take their time beside that. Where
             memory is limited, given or known, a part is kept for plans whose stages turn out to need more than their
             layers.
