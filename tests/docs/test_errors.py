@@ -19,48 +19,22 @@ REFUSED = {
     "a layer that uses a parameter through a list or a closure": "without reading it from its module",
     "overwriting a stashed tensor in place": "still to be popped",
     "an object of an unknown class, a set or a function that holds a tensor with a gradient": "register_pytree_node",
-    "a generator or another iterator that a layer returns to another partition": "only when it is read",
     "a norm with running statistics in two partitions": "put them into one partition",
     "an `nn.Sequential` with a forward, parameters, buffers or hooks of its own": "pipe of its layers would leave out",
-    "a layer, parameter or buffer that is added to a pipe": "cannot be registered in a pipe",
-    "another layer in `pipe.partitions`": "are not those of the pipe",
     "a layer draws from Python's `random`, numpy or a `torch.Generator` of its own, or counts calls": "another output",
-    "a layer on an accelerator draws inside of fused attention or of an extension, or seeds the device, and none did "
-    "in the first mini-batches": "by a kernel of an extension or of fused attention",
     "`optimizer.step()` between forward and backward, with the loss outside": "modified by an inplace operation",
     "`attach` to a model whose loss mixes rows, is a sum, or counts other labels than the weights say": (
         " of the sample is "
     ),
     "`attach` with a sample of one row": "nothing shows whether ",
     "a `loss_fn` that is a module with parameters": "make it the last layer",
-    "with the loss inside, a `GradScaler` that the pipe does not know, if autocast or a parameter is in float16": (
-        "before its backward, as a GradScaler does"
-    ),
     "a schedule whose backwards are not in ascending order": "in another order than 0, 1, 2, ",
-    "other inputs or targets on one rank of a pipe than on another": "was given other ",
-    "`loss.backward()` on some ranks of a pipe only": "loss.backward() was called on rank ",
-    "a loss that some ranks of a pipe multiply by another number before `loss.backward()`": "was multiplied by ",
-    "copies of a tied parameter with different values": "the copies of the tied parameter ",
-    "other arguments of `Pipe` on some ranks, such as another `loss_fn`": "were started with different settings",
     "a target on the first rank only": "a target was given on rank ",
     "an input that requires a gradient on some rank, and not on the first": "an input requires a gradient on rank ",
-    "an optimizer with parameters of other ranks, at its first step": "of layers that are in other processes (",
-    "an optimizer in another order than the model, in `PipeTrainer`": "saved in the order of model.parameters()",
-    "`nn.utils.clip_grad_norm_` for a pipe over several ranks": "Call pipe.clip_grad_norm_(max_norm) on all ranks",
-    "`model(x)`, `model.state_dict()`, a copy or `torch.save(model)` with layers of other ranks": "has no values in ",
-    "a second pipe of a model whose layers another rank has trained": "gave up its values",
-    "a pipe over several ranks of the layers that another one has here, as `Pipe(nn.Sequential(*pipe), mesh=mesh)`": (
-        "made before (it has those of its own process only"
-    ),
     "changing a popped tensor in place while another stage pops it, too": "another stage has popped it, too",
-    "training a layer that `torch.jit` scripted or traced, unless it is frozen": "was made by torch.jit",
-    "recomputing an embedding with `max_norm`": "so each forward changes its weight in place",
-    "a pipe inside of `torch.utils.checkpoint` with `use_reentrant=False`": "a pipe recomputes by itself, as Pipe(",
     "a list, an array or an object with an entry for each row, as input or target": "as many as the batch has rows",
-    "a sample of `attach` whose number of rows equals another size": "does not say how other batches are to be cut",
     "a sparse or nested tensor that would be split": "only dense tensors are split",
     "outputs that are nested differently for each micro-batch": "micro-batch 0 gave ",
-    "a plan for another model, or for this one before its layers were changed": "for another model: layer ",
     "a loss computed from a tensor that a layer has kept on itself": "outside of the pipe's own backward",
 }
 # What the section on warnings names, and words of the warning.
