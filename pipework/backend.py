@@ -1,10 +1,10 @@
-"""Backends: where the workers of a pipe are. `Pipe` knows this protocol; each kind of workers implements it."""
+"""Backends: where the workers of a pipe are. `Pipe` knows this class; another kind of workers derives from it."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -127,53 +127,58 @@ class ProcessGroupView:
     all_gather_text: Callable[[str], list[str]] = lambda text: [text]
 
 
-class Backend(Protocol):
+class Backend:
     """Where the workers of a pipe are, and what the processes that hold it do together.
 
+    Here the workers are threads of this process, which knows everything and asks nobody. Another kind of workers is a
+    class that derives from this one, such as `pipework.distributed.backend.DistributedBackend`.
+
+    Args:
+        devices: one for each worker, as `Pipe(devices=)` takes them; None: to be chosen.
+
     Attributes:
+        devices: see above.
+        is_whole: whether this process has all stages, so that no worker waits for another process.
+        is_first: whether this process has the first stage, and reads the inputs.
+        is_last: whether this process has the last stage, and reads the targets.
+        data_parallel_rank: the replica that this process belongs to.
+        data_parallel_size: the number of replicas.
+        tied_stages: for each parameter that stages of several processes use, these stages.
         starting: called before each action of this process's workers; None: nothing is to be called.
+
+    Example:
+        >>> Backend(["cpu", "cpu"]).is_whole
+        True
     """
 
-    @property
-    def devices(self) -> Sequence[int | str | torch.device] | None:
-        """One for each worker, as `Pipe(devices=)` takes them; None: to be chosen."""
+    is_whole = is_first = is_last = True
+    data_parallel_rank, data_parallel_size = 0, 1
+    tied_stages: Sequence[tuple[int, ...]] = ()
+    starting: Callable[[Action], None] | None = None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether this process has all stages, so that no worker waits for another process."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process has the first stage, and reads the inputs."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this process has the last stage, and reads the targets."""
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """The replica that this process belongs to."""
-
-    @property
-    def data_parallel_size(self) -> int:
-        """The number of replicas."""
+    def __init__(self, devices: Sequence[int | str | torch.device] | None = None) -> None:
+        self.devices = devices
+        self._stopping = False
 
     @property
     def ranks(self) -> ProcessGroupView:
         """All processes."""
+        return ProcessGroupView()
 
     @property
     def stopping(self) -> bool:
         """Whether training is to stop."""
+        return self._stopping
 
-    @property
-    def starting(self) -> Callable[[Action], None] | None:
-        """See the class."""
+    def request_stop(self) -> None:
+        """Asks for `stopping`, in all processes."""
+        self._stopping = True
 
     # ---- making a pipe ----------------------------------------------------------------------------------------------
 
     def own_stages(self, assignment: Assignment) -> list[int]:
         """The stages of this process's workers. Raises a ValueError if a process would have none."""
+        return list(range(len(assignment.placement)))
 
     def join(self, spec: PipeSpec) -> None:
         """Connects this process with the others that hold the pipe.
@@ -187,19 +192,17 @@ class Backend(Protocol):
         """Calls that wait for other processes run on these threads from now on."""
 
     def program(self, program: Program, skips: Sequence[Skip]) -> Program:
-        """The program with the transfers that these workers need."""
+        """The program with the transfers that these workers need; threads hand values on as they are made."""
+        return program
 
     def check_copyable(self) -> None:
-        """Raises a TypeError if a copy of the pipe would not work."""
+        """Raises a TypeError if a copy of the pipe, which has workers of its own, would not work."""
 
     # ---- a call -----------------------------------------------------------------------------------------------------
 
     def rank_of(self, worker: int) -> int | None:
         """The process of a worker; None: it is this one."""
-
-    @property
-    def tied_stages(self) -> Sequence[tuple[int, ...]]:
-        """For each parameter that stages of several processes use, these stages."""
+        return None
 
     def calling(self, what: str) -> AbstractContextManager[None]:
         """Entered around a call that all processes make: an error in one of them becomes an error in all.
@@ -210,12 +213,13 @@ class Backend(Protocol):
         Raises:
             SystemExit: training is to stop, and the program did not ask `stopping`.
         """
+        return contextlib.nullcontext()
 
     def check_inputs(self, inputs: Collection[Any]) -> None:
         """Raises a TypeError if inputs are missing in a process that must read them."""
 
     def begin(self, call: StepCall, batch: MiniBatch | None, inputs: Any, target: Any) -> StepCall:
-        """What all processes know of a call.
+        """What all processes know of a call; here the key is drawn later, when the call has been checked.
 
         Args:
             call: as this process makes it.
@@ -226,6 +230,8 @@ class Backend(Protocol):
         Raises:
             ValueError: the processes make different calls, or were given different data.
         """
+        assert batch is not None
+        return call.reading(batch)
 
     def expect_backward(self) -> Callable[[Factor], None] | None:
         """This call returns a loss whose gradients layers of this process need.
@@ -233,120 +239,35 @@ class Backend(Protocol):
         Returns:
             What is to be called when its `backward()` has come, with the factor that the gradients got; None: nothing.
         """
+        return None
 
     def common_error(self, error: ValueError) -> ValueError:
         """Marks an error that each process finds by itself in this call: then none reports it to the others."""
+        return error
 
     def share_key(self, call: StepCall, key: Key) -> None:
         """After a call: if any process has drawn the key, all draw it, so that their generators stay the same."""
-
-    def request_stop(self) -> None:
-        """Asks for `stopping`, in all processes."""
 
     def clip_grad_norm_(
         self, stages: Mapping[int, nn.Sequential], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
         """See `Pipe.clip_grad_norm_`."""
+        parameters = nn.ModuleList(stages.values()).parameters()
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     # ---- a run of the workers ---------------------------------------------------------------------------------------
 
     def transport(self, spec: RunSpec) -> Transport:
         """Connects the workers for one run."""
+        return LocalTransport(spec.placement, spec.links, one_thread=spec.one_thread)
 
     def during(self, failure: Failure) -> None:
         """From now on failures of other processes are reported to this failure."""
 
     def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
         """The recorded actions of all workers, by this process's clock, from those of this process's workers."""
-
-    def explained(self, error: BaseException) -> BaseException:
-        """The error to raise after a failed run: it may have its cause in another process."""
-
-
-class LocalBackend:
-    """Workers are threads of this process, which knows everything and asks nobody; see `Backend`.
-
-    Example:
-        >>> LocalBackend(["cpu", "cpu"]).is_whole
-        True
-    """
-
-    is_whole = is_first = is_last = True
-    data_parallel_rank, data_parallel_size = 0, 1
-    ranks = ProcessGroupView()
-    tied_stages: Sequence[tuple[int, ...]] = ()
-    starting = None
-
-    def __init__(self, devices: Sequence[int | str | torch.device] | None = None) -> None:
-        self.devices = devices
-        self.stopping = False
-
-    def own_stages(self, assignment: Assignment) -> list[int]:
-        """All of them."""
-        return list(range(len(assignment.placement)))
-
-    def join(self, spec: PipeSpec) -> None:
-        """There is no other process."""
-
-    def use(self, workers: WorkerThreads) -> None:
-        """Nothing waits for other processes."""
-
-    def program(self, program: Program, skips: Sequence[Skip]) -> Program:
-        """Values are sent as they are made, so no transfers are added."""
-        return program
-
-    def check_copyable(self) -> None:
-        """A copy gets workers of its own."""
-
-    def rank_of(self, worker: int) -> int | None:
-        """Every worker is here."""
-        return None
-
-    def calling(self, what: str) -> AbstractContextManager[None]:
-        """Signals are the program's own: nothing to do."""
-        return contextlib.nullcontext()
-
-    def check_inputs(self, inputs: Collection[Any]) -> None:
-        """Splitting them finds what is missing."""
-
-    def begin(self, call: StepCall, batch: MiniBatch | None, inputs: Any, target: Any) -> StepCall:
-        """The key is drawn when the call has been checked."""
-        assert batch is not None
-        return call.reading(batch)
-
-    def expect_backward(self) -> Callable[[Factor], None] | None:
-        """Nobody else waits for it."""
-        return None
-
-    def common_error(self, error: ValueError) -> ValueError:
-        """The error itself."""
-        return error
-
-    def share_key(self, call: StepCall, key: Key) -> None:
-        """There is one generator."""
-
-    def request_stop(self) -> None:
-        """See `Backend.request_stop`."""
-        self.stopping = True
-
-    def clip_grad_norm_(
-        self, stages: Mapping[int, nn.Sequential], max_norm: float, norm_type: float, error_if_nonfinite: bool
-    ) -> Tensor:
-        """As PyTorch does it."""
-        parameters = nn.ModuleList(stages.values()).parameters()
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-
-    def transport(self, spec: RunSpec) -> Transport:
-        """Queues between threads."""
-        return LocalTransport(spec.placement, spec.links, one_thread=spec.one_thread)
-
-    def during(self, failure: Failure) -> None:
-        """No other process can fail."""
-
-    def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
-        """All workers are here."""
         return list(intervals)
 
     def explained(self, error: BaseException) -> BaseException:
-        """The error itself."""
+        """The error to raise after a failed run: it may have its cause in another process."""
         return error

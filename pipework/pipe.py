@@ -13,7 +13,7 @@ from torch import nn
 from pipework.assignment.assignment import assign
 from pipework.assignment.doubts import doubts_about
 from pipework.assignment.partition import split_layers
-from pipework.backend import LocalBackend, PipeSpec
+from pipework.backend import Backend, PipeSpec
 from pipework.executor import Executor, Settings, checked_debug
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.checkpoint import AS_SCHEDULED, MODES
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.utils.data.distributed import DistributedSampler
 
     from pipework.attached import AttachedModel
-    from pipework.backend import Backend, ProcessGroupView
+    from pipework.backend import ProcessGroupView
     from pipework.distributed.mesh import Mesh
     from pipework.model.marks import OwnSplit
     from pipework.planning.measuring.predict import Prediction
@@ -593,9 +593,9 @@ def _doubts_about_no_mesh() -> list[str]:
 
 
 def backend_for(mesh: Mesh | DeviceMesh | None, devices: Sequence[int | str | torch.device] | None) -> Backend:
-    """Where the workers are. A further kind of workers is a file that implements `Backend`, and a line here."""
+    """Where the workers are. A further kind of workers is a class that derives from `Backend`, and a line here."""
     if mesh is None:
-        return LocalBackend(devices)
+        return Backend(devices)
     from pipework.distributed.backend import DistributedBackend  # needs torch.distributed, which a build may lack
 
     return DistributedBackend(mesh, devices)

@@ -112,7 +112,7 @@ def install() -> None:
                 logging.getLogger("pipework").warning("an injected fault strikes: %s", fault)
                 fault.strike()
 
-    begin, starting, share = DistributedBackend.begin, DistributedBackend.starting, DistributedBackend._gather_compared
+    begin, starting, share = DistributedBackend.begin, DistributedBackend._starting, DistributedBackend._gather_compared
 
     def counted(self: DistributedBackend, call: Any, *given: Any) -> Any:
         nonlocal step
@@ -129,6 +129,6 @@ def install() -> None:
         return share(self, name, text)
 
     DistributedBackend.begin = counted  # type: ignore[method-assign]
-    DistributedBackend.starting = started  # type: ignore[method-assign]
+    DistributedBackend._starting = started  # type: ignore[method-assign]
     DistributedBackend._gather_compared = shared  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(lambda *_: strike("optimizer"))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pipework import Pipe
 from pipework import pipe as pipe_module
-from pipework.backend import LocalBackend, StepCall
+from pipework.backend import Backend, StepCall
 from pipework.model.marks import MicroBatches
 from pipework.model.mini_batch import split
 from pipework.runtime.random.streams import Key
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def test_one_process_has_everything() -> None:
-    backend = LocalBackend()
+    backend = Backend()
     call = StepCall(training=True, grad=True, everywhere=False, returns_output=False, recorded=False, has_target=True)
     agreed = backend.begin(call, split((torch.zeros(5, 1),), {}, 2), (), 1)
     assert agreed == call._replace(rows=5, micro_batches=2)
@@ -40,7 +40,7 @@ def test_one_process_has_everything() -> None:
 
 
 def test_a_request_to_stop_is_seen() -> None:
-    backend = LocalBackend()
+    backend = Backend()
     assert not backend.stopping
     backend.request_stop()
     assert backend.stopping
@@ -83,7 +83,7 @@ class CountingTransport(LocalTransport):
         }
 
 
-class CountingBackend(LocalBackend):
+class CountingBackend(Backend):
     def __init__(self, devices: Any) -> None:
         super().__init__(devices)
         self.sent: list[tuple[str, int]] = []

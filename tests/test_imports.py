@@ -69,7 +69,7 @@ MAY_IMPORT = {
         "autograd", "distributed", "model", "runtime", "runtime.random", "runtime.skips", "runtime.stage", "saving",
         "values",
     },
-    "verify": {"saving", "testing"},
+    "verify": {"saving", "schedule.draw", "testing"},
     "device_check": {"pipe", "skip", "testing"},
     "backend": {"runtime"},
     "executor": {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.device_check.training import LongKernels, autocast, first_cases, further_cases, train_pipe, train_plain
-from pipework.testing.comparison import MOST, allowed_for, compare, on_host, tolerance_of
+from pipework.testing.comparison import MOST, Compared, allowed_for, differences, on_host, tolerance_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -131,19 +131,20 @@ def _run(place: CheckedPlace, case: Case, kernels: LongKernels) -> None:
 
 def _wrong(place: CheckedPlace, case: Case, seed: int, kernels: LongKernels) -> str:
     """What went wrong, in words; empty: nothing did."""
-
-    def results(values: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-        return {"results": {name: on_host(value) for name, value in values.items()}}
-
-    plain = results(train_plain(case, seed))
-    (itself,) = compare("itself", results(train_plain(case, seed)), plain, {"results": MOST})
+    plain = _on_host(train_plain(case, seed))
+    itself = Compared.of("results", "itself", differences(_on_host(train_plain(case, seed)), plain), MOST)
     allowed = 0.0
-    if itself.differing:
+    if itself.difference:
         place.inexact += 1
         with autocast(case):
-            allowed = allowed_for(itself.difference, tolerance_of(plain))
-    (found,) = compare("the plain model", results(train_pipe(case, seed, kernels)), plain, {"results": allowed})
+            allowed = allowed_for(itself.difference, tolerance_of(plain.values()))
+    own = differences(_on_host(train_pipe(case, seed, kernels)), plain)
+    found = Compared.of("results", "the plain model", own, allowed)
     for each, whose in ((itself, "the plain model, without pipework, differs from itself: "), (found, "")):
         if each.first:
             return f"{whose}{each.first}: the largest difference is {each.difference:.3g} of the largest element"
     return ""
+
+
+def _on_host(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: on_host(value) for name, value in values.items()}

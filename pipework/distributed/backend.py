@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipework.backend import ProcessGroupView, StepCall
+from pipework.backend import Backend, ProcessGroupView, StepCall
 from pipework.distributed.agreement import contract, note_places
 from pipework.distributed.gradients.averaging import Averaging
 from pipework.distributed.gradients.found_inf import FoundInf
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from pipework.schedule import Action, Interval
 
 
-class DistributedBackend:
-    """This process as one of those that hold a pipe; see `pipework.backend.Backend`.
+class DistributedBackend(Backend):
+    """This process as one of those that hold a pipe; see `Backend`.
 
     Args:
         mesh: the processes.
@@ -71,9 +71,10 @@ class DistributedBackend:
                 "devices is for workers that are threads: with a mesh, each process has its device already"
             )
         self.mesh = mesh_of(mesh)
-        self.devices = [self.mesh.device] * len(self.mesh.ranks)
+        super().__init__([self.mesh.device] * len(self.mesh.ranks))
         self.data_parallel_rank = self.mesh.data_parallel_rank
         self.data_parallel_size = self.mesh.data_parallel_size
+        self.starting = self._starting
         self._group: PeerGroup | None = None
         self._checks: list[object] = []  # open as long as this object
         self._own: Sequence[nn.Sequential] = ()  # the partitions of this process
@@ -306,8 +307,8 @@ class DistributedBackend:
         self._uncompared = spec.micro_batches if self._averaging.needs_equal_counts(spec) else None
         return RankTransport(self.mesh.worker, spec, self)
 
-    def starting(self, action: Action) -> None:
-        """See `Backend`."""
+    def _starting(self, action: Action) -> None:
+        """See `starting` of `Backend`."""
         progress = self.group.monitor.progress
         progress.action = action
         progress.count += 1

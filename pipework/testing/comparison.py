@@ -7,8 +7,7 @@ import functools
 import hashlib
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import torch
@@ -21,7 +20,7 @@ from pipework.torch_private import pytree
 from pipework.values.dtensor import is_dtensor, local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 # Of sums in another order, relative to the largest element; by the lowest precision that anything is computed in.
 _TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -32,7 +31,7 @@ _TINY: Final = 1e-30
 _TIMES: Final = 4
 _LEAST_OF_OTHERS: Final = 1.6e-2
 MOST: Final = 5e-2  # a model that differs more from itself gives nothing to compare with
-_WITHIN: Final = "within what the plain model differs from itself"
+ROUNDED: Final = "equal up to rounding"
 _FLOOR: Final = 1e-3  # of the largest element of all tensors: a smaller tensor is compared relative to that
 
 
@@ -42,91 +41,67 @@ class Compared:
 
     Attributes:
         what: the kind, such as "gradients".
-        against: what they were compared with.
+        against: what the tensors were compared with.
         tensors: how many.
         bitwise: whether their bits must be equal.
-        differing: how many differ at all.
         difference: the largest, relative to the largest element of the tensor; infinite if shapes or NaNs differ.
-        first: the name of the first that differs too much; empty: none does.
-        near: the verdict if something differs, but not too much.
+        verdict: in a word or two.
+        first: the name of the first tensor that differs too much; empty: none does.
     """
 
     what: str
     against: str
     tensors: int
     bitwise: bool
-    differing: int = 0
-    difference: float = 0.0
-    first: str = ""
-    near: str = "equal up to rounding"
+    difference: float
+    verdict: str
+    first: str
 
-    @property
-    def verdict(self) -> str:
-        """In a word or two."""
-        if self.first and math.isinf(self.difference):
-            return f"DIFFERS: {self.first} (in shape, dtype, NaN, or a plain value)"
-        return f"DIFFERS: {self.first}" if self.first else self.near if self.differing else "equal"
+    @classmethod
+    def of(cls, what: str, against: str, found: Mapping[str, float], most: float = 0.0, near: str = ROUNDED) -> Self:
+        """The line for some differences.
 
-    def joined(self, other: Self) -> Self:
-        """This line with what another process compared."""
-        return replace(
-            self,
-            tensors=self.tensors + other.tensors,
-            differing=self.differing + other.differing,
-            difference=max(self.difference, other.difference),
-            first=self.first or other.first,
-            near=self.near if self.difference >= other.difference else other.near,
-        )
+        Args:
+            what: see the class.
+            against: likewise.
+            found: the difference of each tensor, by name.
+            most: the largest that is allowed; 0: bits must be equal.
+            near: the verdict if something differs, but not too much.
+
+        Example:
+            >>> [Compared.of("outputs", "itself", {"x": 0.5, "y": 2.0}, most).verdict for most in (0.0, 2.0)]
+            ['DIFFERS: x', 'equal up to rounding']
+        """
+        difference = max(found.values())
+        first = next((name for name, each in found.items() if each > most), "")
+        verdict = f"DIFFERS: {first}" if first else near if difference else "equal"
+        if first and math.isinf(difference):
+            verdict += " (in shape, dtype, NaN, or a plain value)"
+        return cls(what, against, len(found), not most, difference, verdict, first)
 
 
-def compare(
-    against: str,
-    values: Mapping[str, Mapping[str, Any]],
-    reference: Mapping[str, Mapping[str, Any]],
-    tolerances: Mapping[str, float],
-    allowed: Mapping[str, float] = MappingProxyType({}),
-    suffix: str = "",
-) -> list[Compared]:
-    """Compares values with those of the same kind and name, and returns a line for each kind that has values.
+def differences(values: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float]:
+    """How far apart values and reference values of the same name are; see `apart`.
 
     Args:
-        against: see `Compared`.
-        values: by kind and name: tensors on the CPU, or plain values. A tensor that is missing, or None, equals zeros.
+        values: by name: tensors on the CPU, or plain values. A tensor that is missing, or None, equals zeros.
         reference: likewise.
-        tolerances: by kind, of the relative difference by rounding; none: bitwise.
-        allowed: by kind, of the relative difference where the reference differs from itself.
-        suffix: of the kinds, in the table.
 
     Example:
-        >>> one, other = {"outputs": {"x": torch.ones(2)}}, {"outputs": {"x": torch.tensor([1.0, 2.0])}}
-        >>> [compare("itself", other, one, {"outputs": most})[0].verdict for most in (0.0, 2.0)]
-        ['DIFFERS: x', 'equal up to rounding']
-        >>> compare("itself", other, one, {}, {"outputs": 2.0})[0].verdict
-        'within what the plain model differs from itself'
+        >>> differences({"x": torch.tensor([1.0, 3.0]), "n": 3}, {"x": torch.tensor([1.0, 2.0]), "n": 3})
+        {'x': 0.5, 'n': 0.0}
     """
-    lines = []
-    for kind, own in values.items():
-        others, tolerance = reference[kind], tolerances.get(kind, 0.0)
-        most = max(tolerance, allowed.get(kind, 0.0))
-        numbers = [each for each in others.values() if isinstance(each, Tensor) and each.is_floating_point()]
-        floor = _FLOOR * max(map(_largest, numbers), default=0.0)
-        found = {name: apart(own.get(name), others.get(name), floor) for name in {**others, **own}}
-        if found:
-            difference = max(found.values())
-            line = Compared(kind + suffix, against, len(found), not most, sum(map(bool, found.values())), difference)
-            first = next((name for name, each in found.items() if each > most), "")
-            near = _WITHIN if kind in allowed and difference > tolerance else line.near
-            lines.append(replace(line, first=first, near=near))
-    return lines
+    numbers = [each for each in reference.values() if isinstance(each, Tensor) and each.is_floating_point()]
+    floor = _FLOOR * max(map(_largest, numbers), default=0.0)
+    return {name: apart(values.get(name), reference.get(name), floor) for name in {**reference, **values}}
 
 
-def tolerance_of(values: Mapping[str, Mapping[str, Any]]) -> float:
+def tolerance_of(values: Iterable[Any]) -> float:
     """How far apart sums in another order may be, for what a run gave."""
-    found = {each.dtype for own in values.values() for each in own.values() if isinstance(each, Tensor)}
-    found = {dtype for dtype in found if dtype.is_floating_point}
     if torch_private.any_autocast():
         return _OF_OTHERS
-    return max((_TOLERANCES.get(dtype, _OF_OTHERS) for dtype in found), default=0.0)
+    dtypes = {each.dtype for each in values if isinstance(each, Tensor) and each.is_floating_point()}
+    return max((_TOLERANCES.get(dtype, _OF_OTHERS) for dtype in dtypes), default=0.0)
 
 
 def allowed_for(itself: float, tolerance: float) -> float:
@@ -202,14 +177,14 @@ class LayerPlace(NamedTuple):
 
 
 class LayerTrace:
-    """Hooks on layers note what they give, and the gradient of that.
+    """Hooks on layers note what each layer gives, and the gradient of that.
 
-    It holds for each tensor 16 bytes, and two numbers for each of its rows.
+    The trace holds for each tensor 16 bytes, and two numbers for each of its rows.
     """
 
     def __init__(self) -> None:
         self.seen: dict[tuple[bool, int, str, int], tuple[bytes, Tensor]] = {}
-        self._counts: dict[tuple[bool, int, str], int] = {}
+        self._counts = Counter[tuple[bool, int, str]]()
 
     def watch(self, layers: Mapping[str, nn.Module]) -> None:
         """Adds the hooks, which the caller removes.
@@ -223,28 +198,32 @@ class LayerTrace:
     def _gave(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         micro_batch = micro_batch_here()
         named = f"{name!r} ({type(layer).__name__})"
-        for tensor in pytree.tree_leaves(output):
-            if not isinstance(tensor, Tensor):
-                continue
+        for tensor in (each for each in pytree.tree_leaves(output) if isinstance(each, Tensor)):
             if not is_recomputing():
-                self._note(False, micro_batch, named, tensor)
+                self._note((False, micro_batch, named), tensor)
             if tensor.requires_grad:
-                noted = functools.partial(self._note, True, micro_batch, named)
+                noted = functools.partial(self._note, (True, micro_batch, named))
                 tensor.register_hook(noted)  # type: ignore[no-untyped-call]
 
-    def _note(self, is_gradient: bool, micro_batch: int, layer: str, tensor: Tensor) -> None:
-        place = is_gradient, micro_batch, layer
-        number = self._counts[place] = self._counts.get(place, -1) + 1
-        self.seen[(*place, number)] = _digest(tensor), _sums(tensor)
+    def _note(self, place: tuple[bool, int, str], tensor: Tensor) -> None:
+        self._counts[place] += 1
+        there = on_host(tensor).contiguous()
+        data = ctypes.string_at(there.data_ptr(), there.nbytes) if there.nbytes else b""  # without numpy
+        sums = torch.zeros(0, 2)
+        if there.dim() and not there.is_complex():  # of each row the sum, and that of the absolute values
+            rows = there.double().reshape(len(there), -1)
+            sums = torch.stack([rows.sum(1), rows.abs().sum(1)], 1)
+        self.seen[(*place, self._counts[place])] = hashlib.blake2b(data, digest_size=16).digest(), sums
 
     def first_difference(
-        self, reference: LayerTrace, tolerances: tuple[float, float], *, whole: bool
+        self, reference: LayerTrace, forward: float, backward: float, *, whole: bool
     ) -> LayerPlace | None:
         """The first place where layers gave something else.
 
         Args:
             reference: of the same micro-batches; or of one with all their rows, whose gradients are not compared.
-            tolerances: of outputs and of gradients, relative to the largest sum of a row; 0: other bits count.
+            forward: the tolerance of outputs, relative to the largest sum of a row; 0: other bits count.
+            backward: likewise, of gradients.
             whole: whether the reference has all rows in one micro-batch.
         """
         calls, begins, found = Counter[tuple[bool, int]](), Counter[tuple[str, int]](), []
@@ -254,28 +233,16 @@ class LayerTrace:
             own, other = self.seen.get(key), reference.seen.get((is_gradient, 0, layer, number) if whole else key)
             if whole and (is_gradient or other is None):
                 continue
-            equal = own is not None and other is not None and own[0] == other[0]
-            if own is not None and other is not None and not equal and (whole or tolerances[is_gradient]):
-                bound, rows, sums = tolerances[is_gradient] * _largest(other[1]), len(own[1]), other[1]
+            equal, most = (
+                own is not None and other is not None and own[0] == other[0],
+                backward if is_gradient else forward,
+            )
+            if own is not None and other is not None and not equal and (whole or most):
+                rows, sums = len(own[1]), other[1]
                 if whole and rows < len(sums):  # cut along the rows
                     sums = sums[begins[layer, number] :][:rows]
                     begins[layer, number] += rows
-                equal = sums.shape == own[1].shape and bool(((own[1] - sums).abs() <= bound).all())
+                equal = sums.shape == own[1].shape and bool(((own[1] - sums).abs() <= most * _largest(other[1])).all())
             if not equal:
                 found.append(LayerPlace(is_gradient, micro_batch, calls[is_gradient, micro_batch], layer))
         return min(found, default=None)
-
-
-def _digest(tensor: Tensor) -> bytes:
-    plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    there = plain.cpu().contiguous()
-    data = ctypes.string_at(there.data_ptr(), there.nbytes) if there.nbytes else b""  # without numpy
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def _sums(tensor: Tensor) -> Tensor:
-    """The sum of each row, and that of its absolute values."""
-    if not tensor.dim() or tensor.is_complex() or tensor.layout is not torch.strided:
-        return torch.zeros(0, 2)
-    rows = tensor.detach().cpu().double().reshape(len(tensor), -1)
-    return torch.stack([rows.sum(1), rows.abs().sum(1)], 1)

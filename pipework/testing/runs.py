@@ -105,38 +105,36 @@ class Runs:
     """
 
     def __init__(self, pipe: Pipe, inputs: tuple[Any, ...], keywords: dict[str, Any], target: Any) -> None:
-        self.pipe, self.executor, self.attached = pipe, copy.copy(pipe._executor), pipe._attached
+        self.pipe, self.attached = pipe, pipe._attached
+        executor = self.executor = copy.copy(pipe._executor)  # for this object alone
         if not pipe._backend.is_whole:  # the workers of a process are connected with those of the others
-            self.executor._engine = pipe._executor.engine_in_use()
-        vars(self.executor).update(
-            settings=replace(self.executor.settings, warns=False), _layout=copy.deepcopy(self.executor._layout)
-        )  # for this object alone
+            executor._engine = pipe._executor.engine_in_use()
+        executor.settings = replace(executor.settings, warns=False)
+        executor._layout = copy.deepcopy(executor._layout)
         if self.attached is not None and target is not None:
             keywords["target"] = target  # is an argument of the model
         self._call = inputs, keywords, target
-        self.plain = PlainModel(pipe, self.executor, self.attached)
-        loss = self.executor.settings.loss.function
+        self.plain = PlainModel(pipe, executor, self.attached)
+        loss = executor.settings.loss.function
         self._roots = [pipe, *pipe.partitions, *self.plain.modules, *([loss] if isinstance(loss, nn.Module) else [])]
-        self.without_dropout = False
+        self.without_dropout = self.is_given = self.has_loss = False
+        self.micro_batches = 0
         self._trace: LayerTrace | None = None
-        trains = any(each.training for each in pipe) if pipe._backend.is_whole else pipe.training
-        if self.attached is not None:
-            trains = self.attached.model.training
-        digest = 0 if pipe._backend.is_whole else data_digest(self._call)
-        told = self.share([draw_key(), trains, digest])
-        if len({each[2] for each in told}) > 1:
+        self._cotangents: list[Tensor | None] = []
+        trains = pipe.training if self.attached is None else self.attached.model.training
+        if self.attached is None and pipe._backend.is_whole:
+            trains = any(each.training for each in pipe)
+        told = self.of_all([draw_key(), trains, 0 if pipe._backend.is_whole else data_digest(self._call)])
+        if len({digest for _, _, digest in told}) > 1:
             raise ValueError(
                 "pipe.verify got other data on some ranks: give all of them, replicas too, the same batch, and not None"
             )
         self._seed, self.trains = told[0][0], any(each[1] for each in told)
         self.grad = self.trains and torch.is_grad_enabled()
-        self._cotangents: list[Tensor | None] = []
-        self.is_given = self.has_loss = False
-        self.micro_batches = 0
         self._start = self._attributes()
 
-    def share(self, value: Any) -> list[Any]:
-        """What this process and all others give."""
+    def of_all(self, value: Any) -> list[Any]:
+        """What this process and all others give, as JSON values."""
         return [json.loads(text) for text in self.pipe.ranks.all_gather_text(json.dumps(value))]
 
     @contextlib.contextmanager
@@ -183,17 +181,14 @@ class Runs:
     def of_pipe(self) -> Values:
         """A mini-batch in the pipe."""
         arguments, keywords, target, leaves = self._begin()
-        inside = target is not None
-        has_output = inside and self.executor.settings.loss.function is not None
+        loss, output = None, None
         with torch.set_grad_enabled(self.grad):
-            got = self.pipe.forward(
-                *arguments,
-                **keywords,
-                target=target,
-                return_output=has_output,
-                outputs="last" if inside else "all",
-            )
-        loss, output = got if has_output else (got, None) if inside else (None, got)
+            if target is None:
+                output = self.pipe.forward(*arguments, **keywords, outputs="all")
+            elif self.executor.settings.loss.function is None:
+                loss = self.pipe.forward(*arguments, **keywords, target=target)
+            else:
+                loss, output = self.pipe.forward(*arguments, **keywords, target=target, return_output=True)
         outputs = [] if output is None else _tensors(output)
         wanted = [*(each for each in self.pipe.parameters() if each.requires_grad), *leaves]
         found: dict[int, Any] = {}

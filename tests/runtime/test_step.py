@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from pipework import Pipe
 from pipework.autograd.weight_split.store import WeightGradientStore
-from pipework.backend import LocalBackend
+from pipework.backend import Backend
 from pipework.runtime.run_spec import RunSpec
 from pipework.runtime.stage.memory_meter import MemoryMeter
 
@@ -47,12 +47,12 @@ def test_the_memory_meter_looks_for_parameters_and_buffers_with_the_lock_held(mo
 
 
 def test_a_link_that_is_made_meanwhile_does_not_change_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe, transport = two_stages(), LocalBackend.transport
+    pipe, transport = two_stages(), Backend.transport
 
-    def linked_meanwhile(self: LocalBackend, spec: RunSpec) -> Any:
+    def linked_meanwhile(self: Backend, spec: RunSpec) -> Any:
         for _ in spec.links:
             pipe._executor.engine_in_use().links[7, 8] = None
         return transport(self, spec)
 
-    monkeypatch.setattr(LocalBackend, "transport", linked_meanwhile)
+    monkeypatch.setattr(Backend, "transport", linked_meanwhile)
     pipe(X)
