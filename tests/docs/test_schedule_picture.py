@@ -111,8 +111,7 @@ def test_pictures_show_what_the_options_say(site: tuple[Path, str]) -> None:
     assert "1f1b, 2 workers, 3 micro-batches" in texts["size"]
     assert texts["above"].index("1f1b, 4 workers") < texts["above"].index("zb-v, 4 workers")
     assert "recompute of stage 0, micro-batch 7" in texts["recompute"]
-    assert ("Update" in texts["colors"], "Bubble" in texts["colors"]) == (True, True)
-    assert ("Update" in texts["plain"], "Bubble" in texts["plain"]) == (False, False)
+    assert ("Update" in texts["colors"], "Update" in texts["plain"]) == (True, False)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -38,7 +38,7 @@ def svg(
     Args:
         timelines: one or several, all in the same unit; each is drawn from its own start.
         colors: ``"action"``: a colour for each kind of action, darker for the second stage of a worker; ``"worker"``: a
-            pastel colour for each worker, and a callout in the bubble.
+            pastel colour for each worker.
         update: add a box for the optimizer's step after each row.
         labels: None: the micro-batch if colors is ``"action"``, otherwise kind, stage and micro-batch.
         memory: draw a strip of memory below each row; None: if it is known and colors is ``"action"``.

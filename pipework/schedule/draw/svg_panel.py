@@ -1,20 +1,14 @@
-"""One timeline of a picture: rows of cells, memory strips, the texts beside them, and the word in the bubble."""
+"""One timeline of a picture: rows of cells, memory strips, and the texts beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from pipework.schedule.draw.palette import INK, LINE, MEMORY, NAMES, PAPER, QUIET, cell_colors
+from pipework.schedule.draw.palette import LINE, MEMORY, NAMES, QUIET, cell_colors
 from pipework.schedule.draw.svg_marks import clean, group, number, rectangle, text, text_width
 from pipework.schedule.draw.units import memory_text, time_text
 from pipework.schedule.timeline import Interval, Timeline
-
-# A readable word does not fit in smaller areas.
-_LEAST_WIDTH, _LEAST_HEIGHT = 84.0, 24.0
-# Larger sizes count as this one, so that compact areas are preferred to long and flat ones.
-_MOST_WIDTH, _MOST_HEIGHT = 260.0, 90.0
 
 
 @dataclass(frozen=True)
@@ -90,8 +84,6 @@ def panel(line: Timeline, frame: Frame, most_memory: float) -> str:
         marks.append(group(cells, text_anchor="middle", stroke_width=0.9))
     if frame.look.update:
         marks.extend(_update_boxes(line, frame))
-    if frame.look.colors == "worker":
-        marks.extend(_callout(line, frame))
     return group(marks)
 
 
@@ -202,75 +194,3 @@ def _update_boxes(line: Timeline, frame: Frame) -> Iterator[str]:
         yield rectangle(x, y, frame.update_width, frame.row, fill=fill, stroke=border, stroke_width=0.9)
         middle = x + frame.update_width / 2
         yield text(middle, y + frame.row / 2 + 0.35 * size, "Update", size, text_anchor="middle")
-
-
-def _callout(line: Timeline, frame: Frame) -> list[str]:
-    """A box 'Bubble' in the middle of the largest idle area."""
-    idle = [[(frame.x(start), frame.x(end)) for start, end in _gaps(row, line.end)] for row in line.by_worker]
-    area = largest_idle(idle, frame.pitch)
-    if area is None:
-        return []
-    left, right, top, bottom = area.left, area.right, frame.y(area.first), frame.y(area.last) + frame.row
-    x, y = (left + right) / 2, (top + bottom) / 2
-    wide, high = min(0.62 * (right - left), 150.0), min(0.74 * (bottom - top), 64.0)
-    size = min(0.4 * high, 0.2 * wide)
-    look: dict[str, str | float] = {"fill": PAPER, "stroke": INK, "stroke_width": 1.0}
-    return [
-        rectangle(x - wide / 2, y - high / 2, wide, high, rx=min(12.0, high / 3), **look),
-        text(x, y + 0.35 * size, "Bubble", size, text_anchor="middle"),
-    ]
-
-
-def _gaps(row: Sequence[Interval], end: float) -> Iterator[tuple[float, float]]:
-    clock = 0.0
-    for interval in row:
-        yield clock, interval.start
-        clock = max(clock, interval.end)
-    yield clock, end
-
-
-class Area(NamedTuple):
-    """An idle rectangle: from left to right in pixels, from row `first` to row `last`."""
-
-    left: float
-    right: float
-    first: int
-    last: int
-
-
-def largest_idle(idle: Sequence[Sequence[tuple[float, float]]], pitch: float) -> Area | None:
-    """The best idle rectangle for a callout.
-
-    Args:
-        idle: for each row the (left, right) of its idle times in pixels, ascending.
-        pitch: distance of rows in pixels.
-
-    Returns:
-        The area, or None if none is large enough.
-
-    Example:
-        >>> largest_idle([[(0, 300)], [(50, 250)]], pitch=40.0)
-        Area(left=50, right=250, first=0, last=1)
-    """
-    wide = [[(left, right) for left, right in row if right - left >= _LEAST_WIDTH] for row in idle]
-    best: tuple[float, Area] | None = None
-    for first in range(len(wide)):
-        common = wide[first]
-        for last in range(first, len(wide)):
-            if last > first:
-                common = _intersection(common, wide[last])
-            height = (last - first + 1) * pitch
-            for left, right in common:
-                size = min(right - left, _MOST_WIDTH) * min(height, _MOST_HEIGHT)
-                if height >= _LEAST_HEIGHT and (best is None or size > best[0] + 1e-6):
-                    best = (size, Area(left, right, first, last))
-            if not common:
-                break
-    return best[1] if best else None
-
-
-def _intersection(
-    one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    pairs = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
-    return [(left, right) for left, right in pairs if right - left >= _LEAST_WIDTH]

@@ -68,7 +68,6 @@ def test_the_look_of_one_colour_a_worker():
     assert {label for *_, label in found} == {f"{kind}{s},{m}" for kind in "FB" for s in range(4) for m in range(4)}
     said = words(picture)
     assert said.count("Update") == 4
-    assert said.count("Bubble") == 1
     assert "peak 4" not in said
 
 
@@ -176,20 +175,7 @@ def test_refers_to_nothing_outside_and_brings_its_own_paper():
     )
 
 
-def test_callout_covers_no_cell():
-    for workers, micro_batches in [(2, 2), (4, 4), (8, 32), (16, 4)]:
-        picture = svg(predicted(workers, micro_batches), colors="worker")
-        callouts = [box for box in parse(picture).iter(f"{SVG}rect") if box.get("stroke") == "#22272e"]
-        for box in callouts:
-            x, y, w, h = (float(box.get(name)) for name in ("x", "y", "width", "height"))
-            for _, cell, _ in cells(picture):
-                a, b, c, d = (float(cell[name]) for name in ("x", "y", "width", "height"))
-                assert x + w <= a or a + c <= x or y + h <= b or b + d <= y
-        assert len(callouts) == 1
-
-
 def test_a_full_or_empty_timeline_can_be_drawn():
-    assert "Bubble" not in words(svg(predicted(1, 4), colors="worker", update=True))
     assert parse(svg(Timeline((), workers=2), colors="worker", update=True)) is not None
     assert parse(svg(Timeline((Interval(0, Action("F", 0, 0), 1, 1),), workers=1))) is not None
 

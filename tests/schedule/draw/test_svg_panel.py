@@ -1,7 +1,7 @@
 import pytest
 
 from pipework.schedule import fill_drain, simulate
-from pipework.schedule.draw.svg_panel import Area, Caption, Frame, Look, largest_idle
+from pipework.schedule.draw.svg_panel import Caption, Frame, Look
 
 LINE = simulate(fill_drain(2, 3)).timeline
 
@@ -37,15 +37,3 @@ def test_a_cell_that_is_too_narrow_has_the_kind_or_nothing():
     assert caption.fitted(first, 100.0) == ("F", "0,0")
     assert caption.fitted(first, caption.size + 2) == ("F", "")
     assert caption.fitted(first, 1.0) == ("", "")
-
-
-def test_the_largest_area_may_span_rows():
-    narrow, wide = [(0.0, 100.0)], [(20.0, 300.0)]
-    assert largest_idle([wide, narrow], pitch=40.0) == Area(20.0, 300.0, 0, 0)
-    assert largest_idle([wide, wide, narrow], pitch=40.0) == Area(20.0, 300.0, 0, 1)
-
-
-def test_areas_without_room_for_a_word_are_left_out():
-    assert largest_idle([[(0.0, 80.0)]], pitch=40.0) is None
-    assert largest_idle([[(0.0, 300.0)]], pitch=10.0) is None
-    assert largest_idle([], pitch=40.0) is None
