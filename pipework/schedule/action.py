@@ -97,16 +97,6 @@ class Action(NamedTuple):
         return cls(kind, stage, int(match[3]) if match[3] else NONE, peer)
 
 
-def make_action(values: tuple[str, int, int, int]) -> Action:
-    """An action of a tuple of its values, in half the time; for those who make millions.
-
-    Example:
-        >>> make_action(("F", 2, 3, NONE))
-        Action(kind='F', stage=2, micro_batch=3)
-    """
-    return tuple.__new__(Action, values)
-
-
 def neighbour(kind: str, stage: int) -> int:
     """The stage at the other end of a transfer between adjacent stages; -1 for other actions.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
-from pipework.schedule.action import NONE, Action, make_action
+from pipework.schedule.action import Action
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.costs import Costs, StageCosts, checked_without_skips
 from pipework.schedule.schedule import Orders
@@ -77,7 +76,7 @@ def list_schedule(
         raise ValueError(f"overtaking is {overtaking!r}: wanted one of {', '.join(map(repr, get_args(Overtaking)))}")
     spread = checked_without_skips(costs).spread(len(placement))
     workers = [_Worker(each, limit, overtaking) for each in priorities]
-    _Execution(placement, workers, spread).finish()
+    _run(placement, workers, spread)
     left = sum(map(len, priorities)) - sum(worker.started for worker in workers)
     if left:
         raise ValueError(
@@ -104,146 +103,86 @@ def _check_priorities(placement: Sequence[int], priorities: Sequence[Sequence[Ac
 class _Worker:
     """A worker's remaining priorities, and its order so far."""
 
-    __slots__ = ("free", "heads", "held", "lanes", "order", "priorities", "room", "split", "started", "turn")
-
     def __init__(self, priorities: Sequence[Action], limit: int, overtaking: Overtaking) -> None:
         self.free = 0.0
-        self.held = 0
         self.order: list[Action] = []
         self.started = 0  # actions of the priorities
-        self.split: deque[Action] = deque()  # the input halves whose weight halves have not been run
         self.priorities = priorities
-        self.turn = overtaking == "backwards"  # whether forwards wait for their turn though backwards do not
+        self._held = 0
+        self._split: deque[Action] = deque()  # the input halves whose weight halves have not been run
+        self._forwards_overtake = overtaking == "all"
         # A forward of a stage may start if the worker holds at most this many activations.
         stages = sorted({action.stage for action in priorities})
         reserves = range(len(stages) - 1, -1, -1) if overtaking == "all" else [0] * len(stages)
-        self.room = {stage: limit - reserve - 1 for stage, reserve in zip(stages, reserves, strict=True)}
+        self._room = {stage: limit - reserve - 1 for stage, reserve in zip(stages, reserves, strict=True)}
         # The ranks of priorities that keep their order among themselves; only the first of each lane can be next.
-        lanes: dict[tuple[bool, int], array[int]] = {}
+        lanes: dict[tuple[str, int], list[int]] = {}
         for rank, (kind, stage, _, _) in enumerate(priorities):
-            forward = kind == "F"
-            # Forwards that wait for their turn wait for each other, too.
-            apart = overtaking == "all" or (overtaking == "backwards" and not forward)
-            lanes.setdefault((forward, stage) if apart else (overtaking == "backwards", -1), array("q")).append(rank)
-        self.lanes = [iter(ranks) for ranks in lanes.values()]
-        self.heads = sorted((next(ranks), lane) for lane, ranks in enumerate(self.lanes))
+            lane = ("all", -1) if overtaking == "none" else (kind, stage)
+            if overtaking == "backwards" and kind == "F":
+                lane = ("F", -1)
+            lanes.setdefault(lane, []).append(rank)
+        self._lanes = [iter(ranks) for ranks in lanes.values()]
+        self._heads = sorted((next(ranks), lane) for lane, ranks in enumerate(self._lanes))
 
-    def weight_half(self) -> Action | None:
-        """Takes the weight half of the oldest split backward, if there is one."""
-        if not self.split:
-            return None
-        _, stage, micro_batch, _ = self.split.popleft()
-        return make_action(("W", stage, micro_batch, NONE))
-
-
-class _Execution:
-    """The workers over time, each of which looks for an action when it is free or data arrives."""
-
-    def __init__(self, placement: Sequence[int], workers: Sequence[_Worker], costs: StageCosts) -> None:
-        self._placement = placement
-        self._workers = workers
-        self._costs = costs
-        last = max(micro_batch for worker in workers for _, _, micro_batch, _ in worker.priorities)
-        # When the data of each forward and backward arrives; infinity if that is not known yet.
-        self._forward = [[inf if stage else 0.0] * (last + 1) for stage in range(len(placement))]
-        self._backward = [[inf] * (last + 1) for _ in placement]
-        self._receivers = {
-            kind: [self._receiver(kind, stage) for stage in range(len(placement))] for kind in ("F", "B", "I")
-        }
-
-    def _receiver(self, kind: str, stage: int) -> _Receiver | None:
-        """Who gets the result of an action."""
-        step, arrivals = (1, self._forward) if kind == "F" else (-1, self._backward)
-        target = stage + step
-        if target == len(self._placement):
-            return _Receiver(self._backward[stage], 0.0, None)  # the loss
-        if target < 0:
-            return None
-        if self._placement[target] == self._placement[stage]:
-            return _Receiver(arrivals[target], 0.0, None)
-        return _Receiver(arrivals[target], self._costs.transfer[min(stage, target)], self._placement[target])
-
-    def finish(self) -> None:
-        """Runs until no worker can continue."""
-        workers, receivers, duration = self._workers, self._receivers, self._costs.duration
-        # Many workers look at the same time, so there is a heap of times, and for each a heap of the workers' numbers.
-        times = [0.0]
-        due_at = {0.0: list(range(len(workers)))}
-
-        def add(time: float, number: int) -> None:
-            due = due_at.get(time)
-            if due is None:
-                due_at[time] = [number]
-                heappush(times, time)
-            else:
-                heappush(due, number)
-
-        while times:
-            time = heappop(times)
-            due = due_at[time]
-            while due:
-                number = heappop(due)
-                worker = workers[number]
-                if worker.free > time:
-                    continue
-                action = self._first_possible(worker, time) or worker.weight_half()
-                if action is None:
-                    continue
-                kind, stage, micro_batch, _ = action
-                worker.order.append(action)
-                worker.free = end = time + duration[kind][stage]
-                add(end, number)
-                if kind == "W":
-                    worker.held -= 1
-                    continue
-                worker.started += 1
-                if kind == "F":
-                    worker.held += 1
-                elif kind == "I":
-                    worker.split.append(action)
-                else:
-                    worker.held -= 1
-                receiver = receivers[kind][stage]
-                if receiver is None:
-                    continue
-                arrivals, delay, other = receiver
-                arrivals[micro_batch] = arrival = end + delay
-                # A busy worker looks at its end; an idle one, or one that may have looked just now, has to.
-                if other is not None and (workers[other].free < arrival or arrival == time):
-                    add(arrival, other)
-            del due_at[time]
-
-    def _first_possible(self, worker: _Worker, time: float) -> Action | None:
-        heads, priorities = worker.heads, worker.priorities
-        for position, (rank, lane) in enumerate(heads):
-            action = priorities[rank]
+    def start(self, time: float, arrivals: _Arrivals) -> Action | None:
+        """Takes the first of the priorities that is possible, or else the oldest weight half, if there is one."""
+        for position, (rank, lane) in enumerate(self._heads):
+            action = self.priorities[rank]
             kind, stage, micro_batch, _ = action
-            if kind == "F":
-                if position and worker.turn:
-                    continue
-                if self._forward[stage][micro_batch] > time or worker.held > worker.room[stage]:
-                    continue
-            elif self._backward[stage][micro_batch] > time:
+            if arrivals["F" if kind == "F" else "B"][stage][micro_batch] > time:
                 continue
-            following = next(worker.lanes[lane], None)
-            if following is None:
-                del heads[position]
+            if kind == "F":
+                if self._held > self._room[stage] or (position and not self._forwards_overtake):
+                    continue
+                self._held += 1
+            elif kind == "I":
+                self._split.append(action)
             else:
-                heads[position] = (following, lane)
-                heads.sort()
-            return action
-        return None
+                self._held -= 1
+            following = next(self._lanes[lane], None)
+            self._heads[position : position + 1] = [] if following is None else [(following, lane)]
+            self._heads.sort()
+            self.started += 1
+            break
+        else:
+            if not self._split:
+                return None
+            _, stage, micro_batch, _ = self._split.popleft()
+            self._held -= 1
+            action = Action("W", stage, micro_batch)
+        self.order.append(action)
+        return action
 
 
-class _Receiver(NamedTuple):
-    """Who gets the result of an action.
+_Arrivals = dict[str, list[list[float]]]
+"""When the data of the forwards (F) and backwards (B) arrives, for each stage and micro-batch."""
 
-    Attributes:
-        arrivals: when it arrives, for each micro-batch.
-        delay: the time of its transfer.
-        worker: the other worker that it goes to; None if it stays.
-    """
 
-    arrivals: list[float]
-    delay: float
-    worker: int | None
+def _run(placement: Sequence[int], workers: Sequence[_Worker], costs: StageCosts) -> None:
+    """Let workers start actions, each when it is free and when data arrives, until none can continue."""
+    last = max(action.micro_batch for worker in workers for action in worker.priorities)
+    arrivals: _Arrivals = {kind: [[inf] * (last + 1) for _ in placement] for kind in "FB"}
+    arrivals["F"][0] = [0.0] * (last + 1)
+    # The times at which workers look for an action; of those at the same time, the first worker is first.
+    looks = [(0.0, number) for number in range(len(workers))]
+    while looks:
+        time, number = heappop(looks)
+        worker = workers[number]
+        action = worker.start(time, arrivals) if worker.free <= time else None
+        if action is None:
+            continue
+        kind, stage, micro_batch, _ = action
+        worker.free = arrival = time + costs.duration[kind][stage]
+        heappush(looks, (arrival, number))
+        # Who gets the result: the next stage, the one before, or the backward of the last stage, from the loss.
+        direction, target = ("F", stage + 1) if kind == "F" else ("B", stage - 1)
+        if target == len(placement):
+            direction, target = "B", stage
+        if kind == "W" or target < 0:
+            continue
+        receiver = placement[target]
+        if receiver != number:
+            arrival += costs.transfer[min(stage, target)]
+            heappush(looks, (arrival, receiver))
+        arrivals[direction][target][micro_batch] = arrival

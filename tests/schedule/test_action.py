@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipework.schedule import KINDS, OF_STAGES, TRANSFERS, Action
-from pipework.schedule.action import make_action
 
 numbers = st.integers(0, 10**6)
 
@@ -60,9 +59,3 @@ def test_white_space_around_is_ignored():
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError, match=rf"^{re.escape(repr(text))} is not an action.*write '2F3'"):
         Action.parse(text)
-
-
-def test_an_action_of_a_tuple_is_an_action():
-    made = make_action(("SEND_F", 0, 3, 1))
-    assert type(made) is Action
-    assert made == Action("SEND_F", 0, 3, 1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from pipework.schedule.action import KINDS, NONE, Action, make_action
+from pipework.schedule.action import Action
 
 
 def warm_up_then_alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
@@ -48,33 +48,24 @@ def in_rounds(kind: str, stages: Iterable[int], rounds: Iterable[range]) -> list
     return [Action(kind, stage, micro_batch) for part in rounds for stage in stages for micro_batch in part]
 
 
-def numbered(
-    steps: Iterable[tuple[str, int]], micro_batches: int, numbers: Sequence[int] | None = None
-) -> list[Action]:
+def numbered(steps: Iterable[tuple[str, int]], micro_batches: int) -> list[Action]:
     """Number the steps of each kind and stage with the micro-batches 0, 1, 2, .., and drop the surplus.
 
     Args:
         steps: kind and stage of each action; ``B`` and ``I`` of a stage are counted together.
         micro_batches: number of micro-batches.
-        numbers: these numbers as objects, which the actions of several calls shall share, for they may be millions.
 
     Example:
         >>> [str(action) for action in numbered([("F", 0), ("F", 1)] + 2 * [("F", 0), ("I", 0), ("B", 0)], 2)]
         ['0F0', '1F0', '0F1', '0I0', '0B1']
     """
-    counts: dict[tuple[str, int], Iterator[int]] = {}
-    numbers = list(range(micro_batches)) if numbers is None else numbers
+    counts: dict[tuple[bool, int], int] = defaultdict(int)
     actions = []
-    for step in steps:
-        count = counts.get(step)
-        if count is None:
-            kind, stage = step
-            count = iter(numbers)
-            for other in [each for each in KINDS if (each == "F") == (kind == "F")]:
-                counts[other, stage] = count
-        micro_batch = next(count, None)
-        if micro_batch is not None:
-            actions.append(make_action((*step, micro_batch, NONE)))
+    for kind, stage in steps:
+        micro_batch = counts[kind == "F", stage]
+        counts[kind == "F", stage] += 1
+        if micro_batch < micro_batches:
+            actions.append(Action(kind, stage, micro_batch))
     return actions
 
 
@@ -130,14 +121,7 @@ def v_pattern(workers: int, micro_batches: int, hops: Hops, *, backward: Literal
     starts = [(0, "F", 0)]
     for kind, stage, hop in pace:
         starts.append((starts[-1][0] + corners.get((kind, stage), hop), kind, stage))
-    numbers = list(range(micro_batches))  # shared by all, for their number may be millions
-    lanes: list[list[Iterator[tuple[int, str, int, int]]]] = [[] for _ in range(workers)]
+    lanes: list[list[tuple[int, str, int, int]]] = [[] for _ in range(workers)]
     for start, kind, stage in starts:
-        lanes[min(stage, last - stage)].append(_six_units_apart(start, kind, stage, numbers))
-    return [[make_action((kind, stage, i, NONE)) for _, kind, stage, i in heapq.merge(*own)] for own in lanes]
-
-
-def _six_units_apart(start: int, kind: str, stage: int, numbers: Sequence[int]) -> Iterator[tuple[int, str, int, int]]:
-    """Start, kind, stage and micro-batch of the actions of a lane."""
-    for time, number in zip(itertools.count(start, 6), numbers, strict=False):
-        yield time, kind, stage, number
+        lanes[min(stage, last - stage)] += [(start + 6 * i, kind, stage, i) for i in range(micro_batches)]
+    return [[Action(kind, stage, i) for _, kind, stage, i in sorted(lane)] for lane in lanes]

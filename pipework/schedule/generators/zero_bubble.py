@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pipework.schedule.action import Action
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.costs import Costs
@@ -179,12 +177,11 @@ def zb_v(workers: int, micro_batches: int, *, costs: Costs | None = None) -> Sch
     """
     positive_integers(workers=workers, micro_batches=micro_batches)
     placement = wave_placement(workers, 2)
-    numbers = list(range(micro_batches))
-    priorities = [_priorities(worker, workers, numbers) for worker in range(workers)]
+    priorities = [_priorities(worker, workers, micro_batches) for worker in range(workers)]
     return Schedule("zb-v", placement, list_schedule(placement, priorities, 2 * workers, costs))
 
 
-def _priorities(worker: int, workers: int, numbers: Sequence[int]) -> list[Action]:
+def _priorities(worker: int, workers: int, micro_batches: int) -> list[Action]:
     first, second = worker, 2 * workers - 1 - worker
     warm_up = [
         *[("F", first)] * (2 * (workers - worker) - 1),
@@ -192,5 +189,5 @@ def _priorities(worker: int, workers: int, numbers: Sequence[int]) -> list[Actio
         *[("F", second), ("I", second)] * (workers - worker),
     ]
     # Forwards run out first; the remaining backwards drain the pipe.
-    turns = [("F", first), ("I", first), ("F", second), ("I", second)] * len(numbers)
-    return numbered(warm_up + turns, len(numbers), numbers)
+    turns = [("F", first), ("I", first), ("F", second), ("I", second)] * micro_batches
+    return numbered(warm_up + turns, micro_batches)
