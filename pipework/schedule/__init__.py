@@ -35,66 +35,13 @@ from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build, schedule_
 from pipework.schedule.schedule import Schedule, restricted, split_at_loss
 from pipework.schedule.timeline import Interval, Timeline
 
-__all__ = [
-    "Action",
-    "Bounds",
-    "Channel",
-    "Comparison",
-    "Costs",
-    "Interval",
-    "KINDS",
-    "Measures",
-    "OF_STAGES",
-    "SCHEDULES",
-    "Schedule",
-    "ScheduleError",
-    "ScheduleSpec",
-    "Simulation",
-    "StageCosts",
-    "TRANSFERS",
-    "Timeline",
-    "Validation",
-    "ValidationOptions",
-    "Violation",
-    "build",
-    "check",
-    "compare",
-    "dualpipe_v",
-    "eager_1f1b",
-    "fill_drain",
-    "forward_only",
-    "from_csv",
-    "from_json",
-    "grid",
-    "hanayo",
-    "interleaved_1f1b",
-    "interleaved_zb",
-    "list_schedule",
-    "loop_placement",
-    "looped_bfs",
-    "lower_bounds",
-    "measure",
-    "one_forward_one_backward",
-    "restricted",
-    "schedule_spec",
-    "simulate",
-    "split_at_loss",
-    "spread_evenly",
-    "svg",
-    "to_csv",
-    "to_json",
-    "v_half",
-    "v_min",
-    "validate",
-    "wave_placement",
-    "with_communication",
-    "with_gradient_reduction",
-    "with_recompute",
-    "with_recompute_on_stages",
-    "with_sharding",
-    "with_skips",
-    "without_recompute",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]
+# What a schedule is; named schedules; passes; what a schedule needs and costs; pictures and files.
+__all__ = ["KINDS", "OF_STAGES", "TRANSFERS", "Action", "Schedule", "loop_placement", "wave_placement"]
+__all__ += ["SCHEDULES", "ScheduleSpec", "build", "list_schedule", "restricted", "schedule_spec", "split_at_loss"]
+__all__ += ["fill_drain", "forward_only", "looped_bfs", "one_forward_one_backward", "eager_1f1b", "interleaved_1f1b"]
+__all__ += ["zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v", "hanayo"]
+__all__ += ["spread_evenly", "with_recompute", "with_recompute_on_stages", "without_recompute", "with_sharding"]
+__all__ += ["with_communication", "with_gradient_reduction", "with_skips"]
+__all__ += ["ScheduleError", "Validation", "ValidationOptions", "Violation", "check", "validate", "Channel"]
+__all__ += ["Bounds", "Comparison", "Costs", "Measures", "Simulation", "StageCosts", "compare", "lower_bounds"]
+__all__ += ["Interval", "Timeline", "measure", "simulate", "grid", "svg", "from_csv", "from_json", "to_csv", "to_json"]
