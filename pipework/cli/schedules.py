@@ -33,8 +33,8 @@ def add_to(commands: Commands) -> None:
     add_options(parser, "--channel", default=None)
     parser.add_argument(
         "--out", type=Path, metavar="FILE",
-        help="write a picture (.svg), the schedule (.csv in PyTorch's form compute_only, with --channel in "
-        "compute_comms; .json), or a trace for https://ui.perfetto.dev (.trace.json)",
+        help="write a picture (.svg), the schedule (.csv in PyTorch's form, with --channel also its transfers; "
+        ".json), or a trace for https://ui.perfetto.dev (.trace.json)",
     )  # fmt: skip
 
     text = "simulate all schedules with the same costs and memory, and list those that fit, the fastest first"
@@ -99,7 +99,7 @@ def _content(name: str, schedule: Schedule, line: Timeline) -> str:
     if name.endswith(".json"):
         return to_json(schedule) + "\n"
     if name.endswith(".csv"):
-        return to_csv(schedule, form="compute_comms" if schedule.communicates else "compute_only")
+        return to_csv(schedule)
     # The colours of workers would hide split backwards and the stages of a worker.
     plain = schedule.stages == schedule.workers and schedule.kinds.isdisjoint("IW")
     return svg(line, colors="worker" if plain else "action", update=plain)

@@ -1,9 +1,7 @@
 """Schedules as text: JSON, which keeps all that a schedule has, and the CSV of `torch.distributed.pipelining`.
 
-CSV has a row for each worker and a cell for each action, in one of three forms. ``"compute_only"`` has forwards and
-backwards; an empty cell is a step in which PyTorch leaves a rank idle. ``"compute_comms"`` also has transfers,
-reductions of gradients over replicas, and gathers of sharded weights. ``"compute_comms_waits"``, which PyTorch 2.15
-wants, also has the waits for what was sent and reduced.
+CSV has a row for each worker and a cell for each action. In files of PyTorch, an empty cell is a step in which a rank
+is idle, and `0WAIT_SEND_F0` is a wait for what was sent.
 """
 
 from __future__ import annotations
@@ -13,16 +11,12 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import Final, Literal, get_args
+from typing import Final
 
 from pipework.schedule.action import Action
-from pipework.schedule.passes.communication import with_communication, with_gradient_reduction
 from pipework.schedule.schedule import Schedule
 
 _FORMAT: Final = "pipework schedule 1"
-
-CsvForm = Literal["compute_only", "compute_comms", "compute_comms_waits"]
-"""The name of a form of CSV."""
 
 _OVERLAP: Final = re.compile(r"\((.*)\)OVERLAP_F_B")
 _WAIT: Final = re.compile(r"[0-9]+WAIT_(SEND_[FB][0-9]+|REDUCE_GRAD)")
@@ -83,48 +77,42 @@ def from_json(text: str) -> Schedule:
         raise ValueError(f"the JSON makes no schedule: {error}") from None
 
 
-def to_csv(schedule: Schedule, *, form: CsvForm = "compute_only") -> str:
+def to_csv(schedule: Schedule) -> str:
     """Write the orders for `torch.distributed.pipelining`, which loads them with `_load_csv`.
+
+    PyTorch adds transfers and reductions of gradients to a file without them (its format `compute_only`). To write them
+    as well (`compute_comms`), pass a schedule that has them: see :func:`with_gradient_reduction` and
+    :func:`with_communication`.
 
     Args:
         schedule: its name is not written, since the format has no place for it.
-        form: ``"compute_only"``: forwards and backwards. ``"compute_comms"``: also transfers and reductions of
-            gradients, which are added unless the schedule has them. ``"compute_comms_waits"``: also the waits that
-            PyTorch 2.15 wants, and 2.13 does not know.
 
     Returns:
         A row for each worker, a cell for each action.
 
     Raises:
-        ValueError: an unknown form, or the schedule has actions or skips that PyTorch, or the form, does not support.
+        ValueError: the schedule has recomputation or skips, which PyTorch does not support.
 
     Example:
-        >>> from pipework.schedule import fill_drain
-        >>> print(to_csv(fill_drain(2, 1), form="compute_comms"))
-        0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD
-        1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD
+        >>> from pipework.schedule import fill_drain, with_communication
+        >>> print(to_csv(with_communication(fill_drain(2, 1), channel="worker")))
+        0F0,0SEND_F0,0RECV_B0,0B0
+        1RECV_F0,1F0,1B0,1SEND_B0
         <BLANKLINE>
     """
-    if form not in get_args(CsvForm):
-        raise ValueError(f"form is {form!r}: wanted one of {', '.join(map(repr, get_args(CsvForm)))}")
     if "R" in schedule.kinds or schedule.skips:
         what = "recomputation" if "R" in schedule.kinds else "skip connections"
         raise ValueError(
             f"schedule {schedule.name!r} has {what}, which PyTorch's CSV does not support: write the schedule without "
             "them, or as JSON"
         )
-    if form != "compute_only":
-        schedule = _lowered(schedule)
-    elif not schedule.kinds <= {"F", "B", "I", "W"}:
-        raise ValueError(f"schedule {schedule.name!r} has more than computations: choose form='compute_comms'")
     text = io.StringIO()
-    rows = (_with_waits(order) if form == "compute_comms_waits" else map(str, order) for order in schedule.orders)
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows(schedule.orders)
     return text.getvalue()
 
 
 def from_csv(text: str, *, name: str = "csv") -> Schedule:
-    """Read what :func:`to_csv` or `torch.distributed.pipelining` wrote, in any form.
+    """Read what :func:`to_csv` or `torch.distributed.pipelining` wrote.
 
     A forward and a backward side by side (``OVERLAP_F_B``) are read as one after the other, as PyTorch runs them. Waits
     are left out: here an action waits for what it needs.
@@ -164,30 +152,6 @@ def _checked_text(text: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"the text of a schedule is {text!r}: wanted a str, such as Path('a.json').read_text()")
     return text.removeprefix("\ufeff")
-
-
-def _lowered(schedule: Schedule) -> Schedule:
-    """The schedule with the actions that PyTorch adds before it runs one."""
-    if "REDUCE_GRAD" not in schedule.kinds and not schedule.inference:
-        schedule = with_gradient_reduction(schedule)
-    # Depending on the backend, all transfers of a rank share one queue.
-    return schedule if schedule.communicates else with_communication(schedule, channel="worker")
-
-
-def _with_waits(order: Iterable[Action]) -> Iterator[str]:
-    """The cells of a row with its waits, which are where PyTorch, too, puts them."""
-    pending: dict[Action, str] = {}
-    for action in order:
-        yield str(action)
-        kind, stage, micro_batch, _ = action
-        if kind == "REDUCE_GRAD":
-            yield f"{stage}WAIT_REDUCE_GRAD"
-        elif kind in ("SEND_F", "SEND_B"):
-            pending[action] = f"{stage}WAIT_{kind}{micro_batch}"
-        elif kind in ("B", "I"):  # its gradient has come back, so the value has arrived
-            sent = Action("SEND_F", stage, micro_batch, stage + 1)
-            yield from [pending.pop(sent)] if sent in pending else []
-    yield from pending.values()
 
 
 def _actions(cells: Iterable[str], row: int) -> Iterator[Action]:

@@ -210,7 +210,7 @@ def test_memory_and_channels(tmp_path, capsys):
     assert run("check", file, "--memory", "7.5") == 1
     assert "worker 0 holds 8 at 0F7, more than its limit of 7.5" in capsys.readouterr().out
     file = tmp_path / "1f1b.csv"
-    file.write_text(to_csv(with_communication(build("1f1b", workers=2, chunks=4)), form="compute_comms"))
+    file.write_text(to_csv(with_communication(build("1f1b", workers=2, chunks=4))))
     assert run("check", file, "--channel", "pair") == 0
     capsys.readouterr()
     assert run("check", file, "--channel", "worker") == 1

@@ -9,7 +9,15 @@ from torch import nn
 
 from benchmarks.receive_order import theirs
 from pipework import Pipe
-from pipework.schedule import SCHEDULES, Schedule, build, from_csv, to_csv
+from pipework.schedule import (
+    SCHEDULES,
+    Schedule,
+    build,
+    from_csv,
+    to_csv,
+    with_communication,
+    with_gradient_reduction,
+)
 from pipework.skip import Namespace
 from pipework.skip.layout import skip_edges
 from tests.conftest import WAYS, Way, distance
@@ -86,8 +94,8 @@ def test_on_one_worker_and_on_four(name: str, assert_trained_alike: Callable[...
 def test_what_says_its_transfers_runs_without_them(name: str, assert_trained_alike: Callable[..., None]) -> None:
     """The other form of CSV: a pipe transfers by itself, and refuses what says how."""
     workers = 2 if SCHEDULES[name].stages_per_worker == 2 else 4
-    text = to_csv(build(name, workers=workers, chunks=CHUNKS), form="compute_comms")
-    lowered = from_csv(text)
+    schedule = with_gradient_reduction(build(name, workers=workers, chunks=CHUNKS))
+    lowered = from_csv(to_csv(with_communication(schedule, channel="worker")))
     with pytest.raises(ValueError, match=r"has communication or reduction actions .*, which a pipe adds by itself"):
         pipe_of(with_long_skips(), lowered, "never")
     assert_trains(computing(lowered), "except_last", assert_trained_alike)

@@ -19,7 +19,6 @@ from pipework.schedule import (
     restricted,
     simulate,
     svg,
-    to_csv,
     validate,
     with_communication,
 )
@@ -78,10 +77,6 @@ REFUSED = {
     "a worker that does not exist": (
         lambda: PIPE.stages_of(-1),
         "worker is -1, but this schedule has the workers 0 to 1",
-    ),
-    "a form that does not exist": (
-        lambda: to_csv(PIPE, form="plain"),
-        "form is 'plain': wanted one of 'compute_only', 'compute_comms', 'compute_comms_waits'",
     ),
     "a line too short": (lambda: grid(Timeline((), 1), max_width=0), "max_width is 0: wanted at least 40 characters"),
     "a timeline of nobody": (lambda: Timeline((), 0), "workers is 0: a timeline has at least one worker"),

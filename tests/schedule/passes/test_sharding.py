@@ -60,7 +60,7 @@ def test_gathering_takes_time_and_memory() -> None:
 
 def test_the_csv_form_has_them() -> None:
     schedule = with_sharding(with_communication(with_gradient_reduction(looped_bfs(2, 2, 2))), 1)
-    text = to_csv(schedule, form="compute_comms")
+    text = to_csv(schedule)
     assert "0UNSHARD" in text
     assert from_csv(text).orders == schedule.orders
 
