@@ -34,7 +34,6 @@ OF_SEVERAL = {
         "round_trips",
         "several_ranks",
     },
-    "schedule/analysis": {"blocking_channels"},
     "schedule/generators": {"bubbles", "zoo"},
 }
 FILES = sorted(

@@ -14,8 +14,7 @@ def to_orders_text(schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def from_orders_text(text: str) -> Schedule:
-    """Of lines such as `schedule NAME`, `placement 0 1`, `worker 0 0F0 0B0`, `worker 1 1F0 1B0`."""
-    rows = [line.split() for line in text.strip().splitlines()]
-    orders = tuple(tuple(map(Action.parse, words)) for head, _, *words in rows[2:])
-    return Schedule(rows[0][1], tuple(map(int, rows[1][1:])), orders)
+def schedule_of(text: str, placement: tuple[int, ...] | None = None) -> Schedule:
+    """Of a line for each worker, such as `0F0 0B0`; stage s is on worker s unless there is a placement."""
+    orders = [tuple(map(Action.parse, line.split())) for line in text.strip().splitlines()]
+    return Schedule("test", placement or tuple(range(len(orders))), orders)

@@ -26,16 +26,6 @@ def test_the_next_stage_needs_no_mention():
         assert str(Action.parse(text)) == text
 
 
-def test_is_a_plain_tuple():
-    kind, stage, micro_batch, peer = Action("F", 2, 3)
-    assert (kind, stage, micro_batch, peer) == ("F", 2, 3, -1) == Action("F", 2, 3)
-    assert str(Action("W", 12, 34)) == "12W34"
-
-
-def test_white_space_around_is_ignored():
-    assert Action.parse(" 1B0\n") == Action("B", 1, 0)
-
-
 @pytest.mark.parametrize(
     "text",
     [

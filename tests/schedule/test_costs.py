@@ -14,21 +14,36 @@ def test_defaults_are_unit_costs():
     assert costs.weights == (0, 0)
 
 
-def test_defaults_follow_forward_and_backward():
-    duration = Costs(forward=[1, 2], backward=[4, 6]).spread(stages=2).duration
-    assert (duration["R"], duration["I"], duration["W"]) == ((1, 2), (2, 3), (2, 3))
+@pytest.mark.parametrize(
+    ("costs", "kinds"),
+    [
+        (Costs(3), {"F": 3, "R": 3, "B": 2, "I": 1, "W": 1}),
+        (Costs(1, 4), {"F": 1, "R": 1, "B": 4, "I": 2, "W": 2}),
+        (Costs(weight_gradient=3), {"F": 1, "R": 1, "B": 4, "I": 1, "W": 3}),
+        (Costs(input_gradient=0, weight_gradient=7), {"F": 1, "R": 1, "B": 7, "I": 0, "W": 7}),
+        (Costs(4, 5, recompute=6, input_gradient=1, weight_gradient=2), {"F": 4, "R": 6, "B": 5, "I": 1, "W": 2}),
+    ],
+)
+def test_times_that_are_not_given_follow_from_others(costs, kinds):
+    duration = costs.spread(1).duration
+    assert {kind: duration[kind] for kind in kinds} == {kind: (time,) for kind, time in kinds.items()}
 
 
-def test_what_is_given_wins():
-    duration = Costs(recompute=5, input_gradient=0, weight_gradient=[7, 8]).spread(stages=2).duration
-    assert (duration["R"], duration["I"], duration["W"]) == ((5, 5), (0, 0), (7, 8))
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (Costs(backward=[1, 2]), "backward has 2 numbers: wanted 3, one for each stage"),
+        (Costs(transfer=[1, 2, 3]), "transfer has 3 numbers: wanted 2, one for each boundary"),
+        (Costs(message=[1, 2, 3]), "message has 3 numbers: wanted 2, one for each boundary"),
+        (Costs(skip_transfer=[1, 2]), "skip_transfer has 2 numbers: wanted 0, one for each skip"),
+    ],
+)
+def test_wrong_length_is_named_before_any_work(costs, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(fill_drain(3, 2), costs)
 
 
-def test_is_a_hashable_value():
-    assert hash(Costs(forward=[1, 2])) == hash(Costs(forward=(1.0, 2.0)))
-
-
-@pytest.mark.parametrize("value", [-1, -0.5, math.nan, math.inf])
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf])
 @pytest.mark.parametrize("field", list(Costs.__dataclass_fields__))
 def test_impossible_numbers_are_named(field, value):
     with pytest.raises(ValueError, match=f"Costs: {field} is {value}: wanted a finite number of at least 0"):
@@ -46,27 +61,6 @@ def test_other_types_are_named(value):
         Costs(forward=None)
 
 
-def test_wrong_length_is_named_before_any_work():
-    with pytest.raises(ValueError, match="backward has 2 numbers: wanted 3, one for each stage"):
-        simulate(fill_drain(3, 2), Costs(backward=[1, 2]))
-    with pytest.raises(ValueError, match="transfer has 3 numbers: wanted 2, one for each boundary"):
-        simulate(fill_drain(3, 2), Costs(transfer=[1, 2, 3]))
-    with pytest.raises(ValueError, match="message has 3 numbers: wanted 2, one for each boundary"):
-        simulate(fill_drain(3, 2), Costs(message=[1, 2, 3]))
-
-
-def test_an_undivided_backward_costs_both_halves():
-    assert Costs(input_gradient=1.5, weight_gradient=[1, 2]).spread(2).duration["B"] == (2.5, 3.5)
-    assert Costs(weight_gradient=3).spread(1).duration["B"] == (4,)
-    assert Costs(4, 5, input_gradient=1, weight_gradient=1).spread(1).duration["B"] == (5,)
-
-
-def test_skips_have_costs_of_their_own():
-    assert Costs(skip_transfer=0.5).spread(stages=4, skips=2).skip == (0.5, 0.5)
-    with pytest.raises(ValueError, match="skip_transfer has 1 number: wanted 2, one for each skip"):
-        Costs(skip_transfer=[1]).spread(stages=4, skips=2)
-
-
 def test_a_whole_share_divided_among_stages():
     share = Costs(1, 3, recompute=2, reduce_gradient=4, transfer=5, skip_transfer=6, activation=7, message=8).divided(2)
     assert share == Costs(0.5, 1.5, 1, reduce_gradient=2, transfer=5, skip_transfer=6, activation=3.5, message=8)
@@ -76,20 +70,10 @@ def test_a_whole_share_divided_among_stages():
     assert Costs(input_gradient=3).divided(2).spread(1).duration["B"] == (2,)
     assert Costs([1, 2], weight_gradient=[1, 2]).divided(2).spread(2).duration["W"] == (1, 2)
     assert Costs([1, 2]).divided(2).forward == (1, 2)
-    with pytest.raises(ValueError, match=r"parts\[0\] is 0: wanted an integer of at least 1"):
-        Costs().divided(0)
-
-
-def test_a_whole_share_divided_among_different_numbers_of_stages():
-    costs = Costs(1, 3, transfer=5, activation=7).divided([2, 1, 2])
-    assert costs == Costs([0.5, 1, 0.5], [1.5, 3, 1.5], reduce_gradient=[0, 0, 0], unshard=[0, 0, 0],
-                          weights=[0, 0, 0], transfer=5, activation=[3.5, 7, 3.5],
-                          checkpoint_activation=[0, 0, 0])  # fmt: skip
-    assert Costs(1, [1, 2, 3]).divided([1, 1, 1]) == Costs(1, [1, 2, 3])
-    with pytest.raises(ValueError, match=r"parts\[1\] is 0"):
+    uneven = Costs(4, transfer=5).divided([2, 1, 2]).spread(3)
+    assert (uneven.duration["F"], uneven.duration["W"], uneven.transfer) == ((2, 4, 2), (0.5, 1, 0.5), (5, 5))
+    with pytest.raises(ValueError, match=r"parts\[1\] is 0: wanted an integer of at least 1"):
         Costs().divided([1, 0])
-    with pytest.raises(TypeError, match=r"parts\[0\] is 2\.0"):
-        Costs().divided(2.0)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (3, 1), (3, 2), (2, 4)])

@@ -1,7 +1,7 @@
 import pytest
 
 from pipework.schedule import Action, fill_drain, forward_only, looped_bfs, with_skips, zb_v
-from pipework.schedule.edges import counterpart, crossings, product, routes
+from pipework.schedule.edges import counterpart, crossings, routes
 
 
 @pytest.mark.parametrize("text", ["0SEND_F3", "1RECV_F3", "2SEND_B0", "0SEND_F1@4", "4RECV_F1@0"])
@@ -22,13 +22,3 @@ def test_routes_include_skips_in_both_directions_and_inference_has_forward_route
 def test_stages_of_one_worker_have_no_crossing():
     assert not list(crossings(looped_bfs(1, 1, 3)))
     assert [(route.source, route.target) for route in crossings(zb_v(2, 1))] == [(0, 1), (2, 3), (1, 0), (3, 2)]
-
-
-def test_both_ends_of_a_route_are_counterparts():
-    for route in crossings(with_skips(fill_drain(4, 1), [(0, 3)])):
-        assert counterpart(route.send(5)) == route.receive(5)
-
-
-def test_a_whole_backward_has_the_product_of_its_input_half():
-    assert product(Action("B", 1, 2)) == Action("I", 1, 2)
-    assert product(Action("F", 1, 2)) == Action("F", 1, 2)

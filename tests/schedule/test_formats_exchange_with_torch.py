@@ -5,10 +5,8 @@ from torch.distributed.pipelining import schedules as peer
 
 from benchmarks.receive_order import theirs
 from pipework.schedule import (
-    KINDS,
     SCHEDULES,
     Costs,
-    Schedule,
     build,
     from_csv,
     simulate,
@@ -75,30 +73,3 @@ def test_pytorchs_schedules_load_here(kind):
             lowered = from_csv(theirs.compute_comms(kind, workers, chunks))
             assert lowered.communicates
             assert validate(lowered, channel="pair").ok
-
-
-def test_what_is_wrong_in_a_list_of_theirs_is_named():
-    """Of 1F1B, PyTorch 2.13 lists orders that it does not run: the last rank leaves micro-batch 0 out."""
-    schedule = from_csv(theirs.compute_only("Schedule1F1B", 2, 4))
-    assert "1F0 is missing in the order of worker 1" in [each.message for each in validate(schedule).violations]
-
-
-def test_better_than_pytorchs_where_it_is_said_to_be():
-    """Of ZB-V for 8 workers and as many micro-batches, theirs waits 22.6% of the time, the one here 12.7%."""
-    text = theirs.compute_only("ScheduleZBVZeroBubble", 8, 8)
-    share = Costs(0.5, 1)
-    bubbles = [simulate(each, share).bubble for each in (from_csv(text), build("zb-v", workers=8, chunks=8))]
-    assert [f"{100 * bubble:.1f}" for bubble in bubbles] == ["22.6", "12.7"]
-
-
-@pytest.mark.parametrize("kind", theirs.SEVERAL)
-def test_where_receives_stand_matters_on_one_channel(kind):
-    """PyTorch posts receives early, which in one queue per worker holds up sends; here they are posted in time."""
-    lowered = from_csv(theirs.compute_comms(kind, 8, 32))
-    computing = [[action for action in order if action.kind in KINDS] for order in lowered.orders]
-    plain = Schedule("plain", lowered.placement, computing)
-    costs = Costs(transfer=0.05).divided(2)
-    ideal = simulate(plain, costs).makespan
-    assert simulate(lowered, costs, channel="worker").makespan > 1.06 * simulate(lowered, costs).makespan
-    for channel in ("pair", "worker"):
-        assert simulate(plain, costs, channel=channel).makespan < 1.002 * ideal

@@ -29,10 +29,6 @@ def test_memory_forces_weights():
     assert shown(list_schedule((0,), priorities, limit=3)) == ["0F0 0I0 0F1 0I1 0F2 0I2 0W0 0W1 0W2"]
 
 
-def test_a_whole_backward_frees_memory_at_once():
-    assert shown(list_schedule((0,), [actions("0F0 0B0 0F1 0B1")], limit=1)) == ["0F0 0B0 0F1 0B1"]
-
-
 def test_who_may_overtake():
     # Worker 0 would rather wait for the gradient of micro-batch 0 than begin micro-batch 1.
     priorities = [actions("0F0 0B0 0F1 0B1"), actions("1F0 1B0 1F1 1B1")]
@@ -53,11 +49,6 @@ def test_the_banker_keeps_room_for_what_has_begun():
     assert shown(list_schedule((0, 0), priorities, 2, overtaking="all")) == ["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"]
     with pytest.raises(ValueError, match="deadlock"):
         list_schedule((0, 0), priorities, 2)
-
-
-def test_weight_halves_have_no_priorities():
-    with pytest.raises(ValueError, match="the priorities of worker 0 are for other actions than its own"):
-        list_schedule((0,), [actions("0F0 0I0 0W0")], limit=1)
 
 
 numbers = st.integers(1, 5)
@@ -88,10 +79,10 @@ def test_any_priorities_are_free_of_deadlock(p, v, m, more, random):
     assert max(simulate(schedule, costs).peak_memory) <= limit
 
 
-def test_two_hundred_thousand_actions_are_ordered():
-    priorities = v_pattern(64, 512, Hops(down=2, back=2, turn=3, loss=4))
-    orders = list_schedule(wave_placement(64, 2), priorities, 66, overtaking="backwards")
-    assert sum(map(len, orders)) == 196_608
+def test_fifty_thousand_actions_are_ordered():
+    priorities = v_pattern(32, 256, Hops(down=2, back=2, turn=3, loss=4))
+    orders = list_schedule(wave_placement(32, 2), priorities, 34, overtaking="backwards")
+    assert sum(map(len, orders)) == 49_152
 
 
 def test_actions_that_take_no_time():

@@ -40,13 +40,6 @@ def test_shifted_and_normalised():
     assert moved.normalised() is moved
 
 
-def test_idle_memory():
-    amounts = [1.0, 3.0, 2.0]
-    row = [Interval(0, Action("F", 0, index), index, index + 0.5, memory) for index, memory in enumerate(amounts)]
-    assert Timeline(tuple(row), workers=2).idle_memory(0) == (1, 2, 0)
-    assert Timeline(tuple(row), workers=2).idle_memory(1) == ()
-
-
 def test_empty():
     empty = Timeline((), workers=2)
     assert (empty.makespan, empty.span, empty.bubble, empty.span_bubble, empty.peak_memory(1)) == (0, 0, 0, 0, 0)

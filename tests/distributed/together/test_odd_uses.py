@@ -28,25 +28,12 @@ from pipework import (
     skippable,
     stash,
 )
-from tests.schedule.orders_text import from_orders_text
+from tests.schedule.orders_text import schedule_of
 
 Run = Callable[..., list[Any]]
 
-BACKWARDS = """
-schedule last-first
-placement 0 1
-worker 0 0F1 0F0 0B0 0B1
-worker 1 1F1 1F0 1B0 1B1
-""".strip()
-
-WANDERING = from_orders_text(
-    """
-schedule there-and-back
-placement 0 1 0 1
-worker 0 0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1
-worker 1 1F0 3F0 1F1 3F1 3B0 1B0 3B1 1B1
-""".strip()
-)
+BACKWARDS = schedule_of("0F1 0F0 0B0 0B1\n1F1 1F0 1B0 1B1")
+WANDERING = schedule_of("0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1\n1F0 3F0 1F1 3F1 3B0 1B0 3B1 1B1", placement=(0, 1, 0, 1))
 
 
 @dataclass
@@ -106,7 +93,7 @@ def two_ranks(mesh: Mesh) -> None:
     if pipe.is_last:
         assert model[1].seen == list(range(1, 9))
 
-    schedule = from_orders_text(BACKWARDS)
+    schedule = BACKWARDS
     plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     threads = Pipe(copy.deepcopy(plain), 2, schedule=schedule, devices=["cpu", "cpu"], loss_fn=square)
     pipe = Pipe(plain, 2, schedule=schedule, mesh=mesh, loss_fn=square)

@@ -1,5 +1,3 @@
-import pytest
-
 from pipework.schedule.analysis.channels import WorkerRoute, channels
 
 THERE = WorkerRoute(number=0, sender=0, receiver=1, delay=2.0)
@@ -42,8 +40,3 @@ def test_one_queue_for_a_worker_holds_up_what_is_behind_an_early_receive():
     # If worker 1 sends before it receives, they go on, but only then.
     early = [(BACK, 0, 0.0, False), (THERE, 0, 1.0, True), (BACK, 0, 4.0, True), (THERE, 0, 4.0, False)]
     assert carried("worker", *early) == [((1, 0), 4, 7, True), ((0, 0), 7, 9, (1, 0))]
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="channel is 'tube': wanted one of 'unbounded', 'pair', 'worker'"):
-        channels("tube")

@@ -41,15 +41,6 @@ def test_numbers_that_fit_no_schedule():
         compare(workers=4, chunks=8, costs=Costs(forward=[1] * 5))
 
 
-def test_a_limit_for_each_worker():
-    found = compare(workers=4, chunks=8, memory_limit=[4, 3, 2, 1])
-    assert list(found.fitting) == ["1f1b"]
-    assert found.others["zb-h1"] == "worker 1 holds 4, more than its limit of 3"
-    assert found.memory_limit == [4, 3, 2, 1]
-    with pytest.raises(ValueError, match="memory_limit has 2 numbers: wanted 4"):
-        compare(workers=4, chunks=8, memory_limit=[1, 2])
-
-
 def test_it_prints_as_a_table():
     found = compare(workers=4, chunks=8, memory_limit=3, costs=Costs(forward=[1] * 8))
     assert repr(found) == "Comparison(workers=4, chunks=8: 2 schedules fit, 'v-half' the fastest; 11 do not)"
@@ -64,27 +55,6 @@ def test_stages_per_worker_and_schedules_of_ones_own():
     mine = {"mine": ScheduleSpec(fill_drain), "looped-bfs": SCHEDULES["looped-bfs"]}
     found = compare(workers=2, chunks=4, stages_per_worker=3, schedules=mine)
     assert {row["schedule"]: row["stages_per_worker"] for row in found.rows()} == {"mine": 1, "looped-bfs": 3}
-
-
-def test_gap_is_zero_where_nothing_is_faster():
-    rows = {row["schedule"]: row for row in compare(workers=4, chunks=8).rows()}
-    for name in ("gpipe", "1f1b", "zb-h1", "zb-v"):
-        assert rows[name]["gap"] == pytest.approx(0, abs=1e-12)
-    uneven = compare(workers=8, chunks=16, costs=Costs(1, None, None, 1.5, 0.5, transfer=0.05), memory_limit=5)
-    assert uneven.fitting["v-half"].gap > 0.01
-
-
-def test_mistakes_are_not_reasons():
-    with pytest.raises(ValueError, match="stages_per_worker is 0"):
-        compare(workers=2, chunks=4, stages_per_worker=0)
-    with pytest.raises(TypeError, match="costs is 2: wanted Costs"):
-        compare(workers=2, chunks=4, costs=2)
-    with pytest.raises(ValueError, match="workers is 0"):
-        compare(workers=0, chunks=4)
-    with pytest.raises(ValueError, match="memory_limit of worker 0 is nan"):
-        compare(workers=2, chunks=4, memory_limit=float("nan"))
-    with pytest.raises(ValueError, match="channel is 'tube'"):
-        compare(workers=2, chunks=4, channel="tube")
 
 
 def test_the_table_says_what_it_leaves_out():

@@ -1,12 +1,8 @@
 import pytest
 
-from pipework.schedule import Action, Schedule, validate
+from pipework.schedule import validate
 from pipework.schedule.analysis.rules import broken
-
-
-def schedule_of(text, placement=None):
-    orders = [tuple(map(Action.parse, line.split())) for line in text.splitlines()]
-    return Schedule("test", placement or tuple(range(len(orders))), tuple(orders))
+from tests.schedule.orders_text import schedule_of
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,7 @@ from pipework.schedule import (
     forward_only,
     validate,
 )
-
-
-def schedule_of(text, placement=None):
-    orders = [tuple(map(Action.parse, line.split())) for line in text.strip().splitlines()]
-    return Schedule("test", placement if placement is not None else tuple(range(len(orders))), tuple(orders))
+from tests.schedule.orders_text import schedule_of
 
 
 def messages(schedule, **options):
@@ -57,16 +53,6 @@ def test_a_cyclic_wait_names_both_sides():
     assert (violation.worker, violation.action) == (0, Action("B", 0, 0))
 
 
-def test_a_gradient_may_come_from_an_input_gradient_half():
-    assert validate(schedule_of("0F0 0B0\n1F0 1I0 1W0")).ok
-    assert messages(schedule_of("0B0 0F0\n1F0 1I0 1W0"))[1].endswith("it needs 0F0, which worker 0 never reaches")
-
-
-def test_several_stages_on_a_worker():
-    assert validate(schedule_of("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0", placement=(0, 1, 1, 0))).ok
-    assert not validate(schedule_of("3F0 0F0 3B0 0B0\n1F0 2F0 2B0 1B0", placement=(0, 1, 1, 0))).ok
-
-
 def test_inference_has_no_backwards():
     assert validate(forward_only(3, 4)).ok
     short = Schedule("short", (0, 1), ((Action("F", 0, 0),), (Action("F", 1, 1),)), inference=True)
@@ -86,8 +72,7 @@ def test_loss_outside_needs_all_forwards_first():
 
 
 def test_the_cause_of_a_wait_is_named_before_its_consequences():
-    orders = ("0F0 0F1 0B0 0B1", "1F0 1B1 1F1 1B0")
-    schedule = Schedule("mine", (0, 1), tuple(tuple(map(Action.parse, order.split())) for order in orders))
+    schedule = schedule_of("0F0 0F1 0B0 0B1\n1F0 1B1 1F1 1B0")
     with pytest.raises(ScheduleError, match=r"worker 1 waits forever at 1B1: it needs 1F1, .*own order \(and 1 more\)"):
         validate(schedule).raise_if_invalid()
 
@@ -103,18 +88,3 @@ def test_what_waits_in_a_channel_is_named():
     early = "0F0 0RECV_B0 0SEND_F0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0"
     assert not messages(schedule_of(early), channel="pair")
     assert "1RECV_F0, which waits in a queue" in messages(schedule_of(early), channel="worker")[0]
-
-
-def test_memory_limits_of_an_order_that_cannot_run_are_not_looked_at():
-    backwards = Schedule("backwards", (0,), ((Action("B", 0, 0), Action("F", 0, 0)),))
-    assert [text.partition(":")[0] for text in messages(backwards, memory_limit=0)] == ["worker 0 waits forever at 0B0"]
-
-
-def test_what_goes_the_other_way_is_in_another_channel():
-    crossed = "0F0 0RECV_B0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0B1\n"
-    crossed += "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
-    assert not messages(schedule_of(crossed))
-    for channel in ("pair", "worker"):
-        first, second = messages(schedule_of(crossed), channel=channel)
-        assert f"posts later; with_communication(..., channel={channel!r})" in first
-        assert second == "worker 0 waits forever at 0B0: it needs 0RECV_B0, but worker 1 never reaches 1SEND_B0"

@@ -1,4 +1,4 @@
-"""Schedules are refused if and only if a naive execution does not come to its end: ten thousand random ones."""
+"""Schedules are refused if and only if a naive execution does not come to its end: five thousand random ones."""
 
 from dataclasses import replace
 from random import Random
@@ -9,10 +9,8 @@ from pipework.schedule import (
     SCHEDULES,
     Action,
     Costs,
-    Schedule,
     ScheduleError,
     build,
-    restricted,
     simulate,
     validate,
     with_communication,
@@ -24,13 +22,13 @@ from tests.schedule.analysis.brute_force import runs
 from tests.schedule.orders_text import to_orders_text
 
 CHANNELS = ("unbounded", "pair", "worker")
-CASES = 10_000
+CASES = 5_000
 
 
 def some_schedule(random):
     """A schedule of the zoo, or one whose order is any, with or without what passes add."""
     name = random.choice(sorted(SCHEDULES))
-    schedule = build(name, workers=random.randint(1, 3), chunks=random.randint(1, 3))
+    schedule = build(name, workers=random.randint(1, 4), chunks=random.randint(1, 4))
     if random.random() < 0.3:
         orders = [list(order) for order in schedule.orders]
         for order in orders:
@@ -106,7 +104,14 @@ def mutated(schedule, random):
     return replace(schedule, name="mutated", orders=orders)
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.thorough) for part in range(1, 10))])
+@pytest.mark.parametrize(
+    "part",
+    [
+        0,
+        *(pytest.param(part, marks=pytest.mark.thorough) for part in range(1, 4)),
+        *(pytest.param(part, marks=pytest.mark.slow) for part in range(4, 10)),
+    ],
+)
 def test_refused_if_and_only_if_a_naive_run_fails(part):
     random = Random(part)
     verdicts = {True: 0, False: 0}
@@ -132,18 +137,3 @@ def test_refused_if_and_only_if_a_naive_run_fails(part):
             with pytest.raises(ScheduleError, match="schedule 'mutated' cannot be executed"):
                 simulate(schedule, **conditions)
     assert min(verdicts.values()) > CASES // 100, "the cases are too much alike"
-
-
-def test_leaving_micro_batches_out_keeps_a_schedule_valid():
-    random = Random(0)
-    for _ in range(300):
-        schedule = mutated(some_schedule(random), random)
-        if validate(schedule, channel="pair").ok:
-            fewer = restricted(schedule, random.randint(1, schedule.micro_batches))
-            assert validate(fewer, channel="pair").ok
-
-
-def test_a_schedule_of_no_sense_is_not_run():
-    lone = Schedule("lone", (0, 1), ((Action("SEND_F", 0, 0, 1),), (Action("F", 1, 0),)))
-    assert not runs(lone, Random(0))
-    assert not validate(lone).ok

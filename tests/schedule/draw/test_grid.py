@@ -19,30 +19,11 @@ def test_one_column_per_unit():
     ]
 
 
-def test_a_longer_action_takes_several_columns():
-    assert drawn(fill_drain(2, 1)).splitlines() == [
-        "worker 0  0F0  .   .   .  0B0----",
-        "worker 1   .  1F0 1B0----  .   .",
-    ]
-
-
-def test_columns_are_as_wide_as_the_widest_name():
-    lines = drawn(fill_drain(1, 11), Costs(backward=1)).splitlines()
-    assert lines[0].startswith("worker 0  0F0- 0F1- 0F2- ")
-    assert lines[0].endswith(" 0F9- 0F10 0B0- 0B1- 0B2- 0B3- 0B4- 0B5- 0B6- 0B7- 0B8- 0B9- 0B10")
-
-
 def test_uneven_times_are_scaled():
     lines = drawn(fill_drain(2, 2), Costs(forward=[1, 1.3], backward=2.1), max_width=60).splitlines()
     assert [len(line) for line in lines] == [60 - 1, 60]  # the last blank of a cell is cut off
     assert lines[0].startswith("worker 0  0F0- 0F1- ...")
     assert lines[1].startswith("worker 1  .....1F0--- 1F1-- 1B0")
-
-
-def test_narrow_cells_show_their_kind():
-    lines = drawn(fill_drain(2, 12), max_width=60).splitlines()
-    assert set(lines[0][10:]) <= set("FB-.")
-    assert lines[0][10] == "F"
 
 
 @settings(deadline=None)
@@ -56,13 +37,6 @@ def test_never_wider_than_told(workers, micro_batches, backward, max_width):
 def test_starts_at_the_first_interval():
     late = Timeline((Interval(0, Action("F", 0, 0), 100, 101), Interval(0, Action("F", 0, 1), 102, 103)), workers=1)
     assert grid(late) == "worker 0  0F0  .  0F1"
-
-
-def test_names_without_stages_where_there_is_no_room_for_them():
-    assert drawn(fill_drain(2, 3), max_width=48).splitlines() == [
-        "worker 0  F0 F1 F2 .  .  .  B0--- B1--- B2---",
-        "worker 1  .  F0 F1 F2 B0--- B1--- B2--- .  .",
-    ]
 
 
 @settings(deadline=None)

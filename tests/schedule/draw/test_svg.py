@@ -96,12 +96,6 @@ def test_labels():
     assert {label for *_, label in cells(svg(predicted(2, 300)))} == {""}, "too narrow"
 
 
-def test_labels_fit_their_cells():
-    for colors in ("action", "worker"):
-        for _, box, label in cells(svg(predicted(8, 32), colors=colors)):
-            assert not label or float(box["width"]) >= 0.5 * 6.6 * len(label)
-
-
 def test_timelines_share_their_axis():
     slow = predicted(2, 2, forward=2, backward=4)
     both = list(cells(svg([predicted(2, 2), slow])))
@@ -114,14 +108,6 @@ def test_timelines_share_their_axis():
     assert words(svg([slow, slow])).count("time") == 1
 
 
-def test_units():
-    line = Timeline((Interval(0, Action("F", 0, 0), 7.0, 7.25, memory=3 * 2**20),), 1, unit="s", memory_unit="bytes")
-    said = words(svg(line))
-    assert "bubble 0.0% \u00b7 makespan 250 ms \u00b7 peak memory 3 MiB" in said
-    assert "time (ms)" in said
-    assert {"0", "50", "250"} <= set(said)
-
-
 def test_memory_strip_only_where_memory_is_known():
     known = svg(predicted(2, 2))
     unknown = svg(predicted(2, 2, activation=0))
@@ -131,7 +117,7 @@ def test_memory_strip_only_where_memory_is_known():
     assert "peak 2" in words(svg(predicted(2, 2), colors="worker", memory=True))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(
     st.integers(1, 32),
     st.integers(1, 20),
@@ -156,6 +142,11 @@ def test_any_picture_is_whole_and_inside_its_frame(workers, micro_batches, color
     assert len(list(cells(picture))) == 2 * len(line.intervals)
 
 
+def test_a_timeline_without_any_time_can_be_drawn():
+    for line in (Timeline((), workers=2), Timeline((Interval(0, Action("F", 0, 0), 1, 1),), workers=1)):
+        assert parse(svg(line, colors="worker", update=True)) is not None
+
+
 def test_text_is_escaped():
     name = "a<b> & \"c\"\x00\x1b 'd' \ud800"
     picture = simulate(Schedule(name, (0,), fill_drain(1, 1).orders)).timeline
@@ -173,11 +164,6 @@ def test_refers_to_nothing_outside_and_brings_its_own_paper():
         root.get("width"),
         root.get("height"),
     )
-
-
-def test_a_full_or_empty_timeline_can_be_drawn():
-    assert parse(svg(Timeline((), workers=2), colors="worker", update=True)) is not None
-    assert parse(svg(Timeline((Interval(0, Action("F", 0, 0), 1, 1),), workers=1))) is not None
 
 
 @pytest.mark.parametrize(

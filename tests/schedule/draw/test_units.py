@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule.draw.units import aligned, memory_text, ticks, time_text
+from pipework.schedule.draw.units import memory_text, ticks, time_text
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,3 @@ def test_ticks_are_few_even_and_within(longest, most):
     assert values[-1] <= longest * (1 + 1e-6)
     if len(values) > 1:
         assert values[-1] + values[1] > longest * (1 - 1e-6), "the axis is filled"
-
-
-def test_columns_are_as_wide_as_their_widest_cell():
-    assert aligned([["name", "1"], ["a", "1,000"]], left={0}) == ["  name      1", "  a     1,000"]
-    assert aligned([["name", "1"], ["a", "1,000"]], left={1}) == ["  name  1    ", "     a  1,000"]

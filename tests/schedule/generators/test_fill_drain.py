@@ -1,8 +1,4 @@
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from pipework.schedule import Action, Costs, fill_drain, simulate, validate
+from pipework.schedule import Action, Costs, fill_drain, simulate
 
 
 def test_orders_are_a_parallelogram():
@@ -22,31 +18,3 @@ def test_orders_are_a_parallelogram():
     }
     drawn = [[columns.get((worker, column), ".") for column in range(12)] for worker in range(3)]
     assert drawn == rows
-
-
-@given(workers=st.integers(1, 12), micro_batches=st.integers(1, 12))
-def test_valid_ascending_and_one_stage_a_worker(workers, micro_batches):
-    schedule = fill_drain(workers, micro_batches)
-    validation = validate(schedule)
-    assert validation.ok
-    assert validation.ascending
-    assert schedule.name == "gpipe"
-    assert schedule.placement == tuple(range(workers))
-    assert (schedule.workers, schedule.micro_batches) == (workers, micro_batches)
-    assert sum(map(len, schedule.orders)) == 2 * workers * micro_batches
-
-
-@pytest.mark.parametrize(
-    ("workers", "micro_batches", "name"), [(0, 4, "workers"), (4, 0, "micro_batches"), (-1, 4, "workers")]
-)
-def test_refuses_too_few(workers, micro_batches, name):
-    with pytest.raises(ValueError, match=rf"^{name} is (0|-1): wanted an integer of at least 1"):
-        fill_drain(workers, micro_batches)
-
-
-@pytest.mark.parametrize("value", [2.0, "2", True, None])
-def test_refuses_other_types(value):
-    with pytest.raises(TypeError, match=r"^workers is "):
-        fill_drain(value, 4)
-    with pytest.raises(TypeError, match=r"^micro_batches is "):
-        fill_drain(4, value)

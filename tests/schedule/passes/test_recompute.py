@@ -3,9 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipework.schedule import (
-    Action,
     Costs,
-    Schedule,
     fill_drain,
     one_forward_one_backward,
     simulate,
@@ -26,48 +24,10 @@ def test_stands_right_before_each_checkpointed_backward():
     assert schedule.name == "gpipe"
 
 
-def test_stands_before_the_input_gradient_half():
-    halves = tuple(Action(kind, 0, 0) for kind in "FIW")
-    schedule = with_recompute(Schedule("halves", (0,), (halves,)), 1, loss_outside=True)
-    assert " ".join(map(str, schedule.orders[0])) == "0F0 0R0 0I0 0W0"
-
-
-@given(workers=st.integers(1, 6), micro_batches=st.integers(1, 6), data=st.data())
-def test_only_adds_and_stays_valid(workers, micro_batches, data):
-    checkpointed = data.draw(st.integers(0, micro_batches))
-    plain = fill_drain(workers, micro_batches)
-    schedule = with_recompute(plain, checkpointed, loss_outside=True)
-    assert validate(schedule).ok
-    without = tuple(tuple(action for action in order if action.kind != "R") for order in schedule.orders)
-    assert without == plain.orders
-    added = sum(action.kind == "R" for order in schedule.orders for action in order)
-    assert added == workers * checkpointed
-
-
-def test_none_checkpointed_is_the_same_object():
-    plain = fill_drain(2, 2)
-    assert with_recompute(plain, 0) is plain
-
-
-def test_recompute_fills_the_wait_for_the_gradient():
-    # Worker 0 waits for its first gradient from 2 to 4: its first R, of 1, costs nothing.
-    plain = simulate(fill_drain(2, 2), Costs(backward=1))
-    one = simulate(with_recompute(fill_drain(2, 2), 1), Costs(backward=1))
-    start = {str(interval.action): interval.start for interval in one.timeline.intervals}
-    assert start["0R0"] == 2
-    assert start["0B0"] == 5  # behind 1R0 and 1B0, not behind its own
-    assert one.makespan == plain.makespan + 1
-
-
 @pytest.mark.parametrize("checkpointed", [-1, 4, True, 1.0, None])
 def test_refuses_what_is_out_of_range(checkpointed):
     with pytest.raises(ValueError, match="an integer from 0 to 3"):
         with_recompute(fill_drain(2, 3), checkpointed)
-
-
-def test_refuses_a_second_time():
-    with pytest.raises(ValueError, match="has recomputation: recompute in one that trains"):
-        with_recompute(with_recompute(fill_drain(2, 3), 1), 2)
 
 
 def test_what_is_differentiated_at_once_is_not_checkpointed():

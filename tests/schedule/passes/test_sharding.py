@@ -63,9 +63,3 @@ def test_the_csv_form_has_them() -> None:
     text = to_csv(schedule)
     assert "0UNSHARD" in text
     assert from_csv(text).orders == schedule.orders
-
-
-def test_what_is_no_number_of_stages_is_refused() -> None:
-    for wrong in (0, True, 1.0, None):
-        with pytest.raises((TypeError, ValueError), match=r"whole_stages is .*: wanted an integer of at least 1"):
-            with_sharding(looped_bfs(1, 1, 2), wrong)  # type: ignore[arg-type]
