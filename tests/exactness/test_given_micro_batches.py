@@ -122,22 +122,6 @@ def test_what_all_micro_batches_share_gets_the_sum_of_their_gradients(way: Any) 
         assert torch.equal(pipe.get_parameter(name).grad, parameter.grad), name
 
 
-def test_deferred_batch_norm_counts_all_rows(way: Any) -> None:
-    plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)).double()
-    pipe = way.pipe(plain, 2, deferred_batch_norm=True, balance=[1, 1, 1, 1], loss_fn=functional.mse_loss)
-    whole, target = torch.randn(11, 4).double(), torch.randn(11, 2).double()
-    cut = [5, 2, 4]
-    way.loss(
-        pipe,
-        MicroBatches(whole.split(cut)),
-        MicroBatches(target.split(cut)),
-        lambda outputs, targets: functional.mse_loss(torch.cat(list(outputs)), torch.cat(list(targets))),
-    ).backward()
-    plain(whole)
-    for name, expected in held(plain, pipe).named_buffers():
-        torch.testing.assert_close(pipe.get_buffer(name), expected)
-
-
 def test_rows_weigh_the_mean_where_all_tensors_have_them(way: Any) -> None:
     """Sequences are padded to another length in each micro-batch; there is one label for each."""
     plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.AdaptiveAvgPool2d((1, 6)), nn.Flatten(), nn.Linear(6, 3))

@@ -81,21 +81,13 @@ def test_accumulated_gradients_are_those_of_the_plain_model(
         expected = reference_step(plain, x, y, chunks=3, key=draw_key(), loss_scale=float(scale), **options)
         assert torch.equal(loss, expected.loss)
     assert same_gradients(pipe, held(plain, pipe))
-
-
-@inside
-def test_a_tensor_is_as_good_as_a_number(way: Any) -> None:
-    """On an accelerator it stays there, and multiplies in the precision of the loss, as a number need not."""
-    plain, x, y = layers(), torch.randn(7, 4), torch.randn(7, 4)
-    one, other = (way.pipe(plain, 3, balance=[2, 2, 1, 1], loss_fn=functional.mse_loss) for _ in range(2))
-    losses = []
-    for pipe, scale in ((one, 1 / 3), (other, torch.tensor(1 / 3))):
-        torch.manual_seed(1)
-        losses.append(pipe(x, target=y, loss_scale=scale))
-        losses[-1].backward()
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
-    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    for model in (plain, pipe):
+        model.eval()
+    with torch.no_grad():
+        loss, output = pipe(x, target=y, return_output=True)
+        scaled, same = pipe(x, target=y, return_output=True, loss_scale=0.25)
+    assert torch.equal(scaled, loss * 0.25)
+    assert output is same is None or torch.equal(output, same)
 
 
 @inside
@@ -107,7 +99,7 @@ def test_a_power_of_two_inside_is_one_outside_if_backwards_are_linear(way: Any) 
     loss = one(x, target=y, loss_scale=1 / 8)
     loss.backward()
     torch.manual_seed(1)
-    outside = other(x, target=y) / 8
+    outside = other(x, target=y) / 8  # of an own factor outside, gradients are there already
     outside.backward()
     assert torch.equal(loss, outside)
     assert same_gradients(one, other)
@@ -118,17 +110,6 @@ def test_a_power_of_two_inside_is_one_outside_if_backwards_are_linear(way: Any) 
         (clamped(x, target=y, loss_scale=inner) * outer).backward()
         norms.append(clamped.clip_grad_norm_(float("inf")).item())
     assert norms[0] < 0.98 * norms[1]  # gradients were clamped before they were divided
-
-
-@inside
-def test_an_evaluation_gives_the_scaled_loss_and_the_output_as_it_is(way: Any) -> None:
-    plain, x, y = layers().eval(), torch.randn(7, 4), torch.randn(7, 4)
-    pipe = way.pipe(plain, 3, balance=[2, 2, 1, 1], loss_fn=functional.mse_loss)
-    with torch.no_grad():
-        loss, output = pipe(x, target=y, return_output=True)
-        scaled, same = pipe(x, target=y, return_output=True, loss_scale=0.25)
-    assert torch.equal(scaled, loss * 0.25)
-    assert output is same is None or torch.equal(output, same)
 
 
 @inside
@@ -153,11 +134,3 @@ def test_what_is_no_scale_is_refused(way: Any, scale: Any) -> None:
     pipe, x = way.pipe(layers(), 3, balance=[2, 2, 1, 1], loss_fn=functional.mse_loss), torch.randn(7, 4)
     with pytest.raises(ValueError, match=r"(?s)loss_scale is .*: wanted a positive number, or a 0-dimensional tensor"):
         pipe(x, target=x, loss_scale=scale)
-
-
-@pytest.mark.one_process("a call that is refused ends a pipe of processes: tests/distributed/together")
-@pytest.mark.parametrize("way", ["gpipe"], indirect=True)
-def test_a_scale_without_a_target_is_refused(way: Any) -> None:
-    pipe, x = way.pipe(layers(), 3, balance=[2, 2, 1, 1], loss_fn=functional.mse_loss).eval(), torch.randn(7, 4)
-    with pytest.raises(ValueError, match=r"loss_scale= multiplies the loss of pipe\(x, target=y\), and there is no t"):
-        pipe(x, loss_scale=0.5)

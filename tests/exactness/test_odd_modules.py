@@ -168,21 +168,8 @@ def test_a_hook_on_the_inputs_of_a_pipe_acts_once_for_each_micro_batch(checkpoin
 # Opaque objects
 
 
-@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("last", [True, False])
-def test_an_opaque_object_that_holds_a_gradient_is_refused(last: bool, checkpoint: str) -> None:
-    class Sample(nn.Module):
-        def forward(self, distribution: torch.distributions.Normal) -> torch.Tensor:
-            return distribution.rsample()
-
-    distribution = Returns(lambda y: torch.distributions.Normal(y, 1.0))
-    layers = [nn.Linear(4, 4), distribution] if last else [distribution, Sample()]
-    with pytest.raises(TypeError, match=r"(?s)Normal.*register_pytree_node|register_pytree_node.*Normal"):
-        in_two(nn.Sequential(*layers), checkpoint)(torch.randn(4, 4))
-
-
 OPAQUE = {
+    "distribution": (lambda y: torch.distributions.Normal(y, 1.0), r"(?s)Normal.*register_pytree_node"),
     "set": (lambda y: {y}, r"type set holds .* \(among its elements\)"),
     "dict_values": (lambda y: {"y": y}.values(), r"type dict_values holds .* \(among its elements\)"),
     "closure": (lambda y: lambda: y, r"type function holds .* \(in its closure\)"),
@@ -219,14 +206,8 @@ def test_sets_and_functions_without_a_gradient_are_plain_values() -> None:
     with torch.no_grad():
         # Nothing can be lost.
         assert len(in_two(nn.Sequential(nn.Identity(), Returns(lambda y: iter([y]))))(x)) == 2
-
-
-@pytest.mark.one_process("an opaque object cannot travel")
-def test_an_opaque_object_without_a_gradient_is_a_plain_value() -> None:
-    pipe = in_two(nn.Sequential(nn.Linear(4, 4), Returns(lambda y: torch.distributions.Normal(y, 1.0))))
-    with torch.no_grad():
-        output = pipe(torch.randn(4, 4))
-    assert [type(part) for part in output] == [torch.distributions.Normal] * 2
+        given = in_two(nn.Sequential(nn.Linear(4, 4), Returns(lambda y: torch.distributions.Normal(y, 1.0))))(x)
+    assert [type(part) for part in given] == [torch.distributions.Normal] * 2
 
 
 # Containers that are more than their layers
@@ -241,50 +222,24 @@ class Named(nn.Sequential):
     """A name for a sequence, and nothing else."""
 
 
-def with_own_parameter() -> nn.Sequential:
-    module = Named(nn.Linear(4, 4), nn.Linear(4, 4))
-    module.scale = nn.Parameter(torch.ones(1))
-    return module
-
-
-def with_own_buffer() -> nn.Sequential:
-    module = Named(nn.Linear(4, 4), nn.Linear(4, 4))
-    module.register_buffer("scale", torch.ones(1))
-    return module
-
-
-def with_forward_hook() -> nn.Sequential:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    module.register_forward_hook(lambda module, inputs, output: output * 2)
-    return module
-
-
-def with_forward_pre_hook() -> nn.Sequential:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    module.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
-    return module
-
-
-CONTAINERS = [
-    lambda: Residual(nn.Linear(4, 4), nn.Linear(4, 4)),
-    with_own_parameter,
-    with_own_buffer,
-    with_forward_hook,
-    with_forward_pre_hook,
-]
-
-
-@pytest.mark.one_process("nothing is computed")
-@pytest.mark.parametrize("container", CONTAINERS)
-def test_a_container_that_would_lose_something_is_refused(container: object) -> None:
-    with pytest.raises(TypeError, match="wrap it as one layer"):
-        in_two(container())
+# What is done with a container of two linear layers.
+CONTAINERS: dict[str, Callable[[Any], object]] = {
+    "forward": lambda module: setattr(module, "__class__", Residual),
+    "parameter": lambda module: module.register_parameter("scale", nn.Parameter(torch.ones(1))),
+    "buffer": lambda module: module.register_buffer("scale", torch.ones(1)),
+    "hook": lambda module: module.register_forward_hook(lambda module, inputs, output: output * 2),
+    "hook before": lambda module: module.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,)),
+}
 
 
 @pytest.mark.one_process("a single layer")
-@pytest.mark.parametrize("container", CONTAINERS)
-def test_as_one_layer_it_is_right(container: object) -> None:
-    plain = nn.Sequential(container()).double()
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_container_that_would_lose_something_is_one_layer(kind: str) -> None:
+    container = Named(nn.Linear(4, 4), nn.Linear(4, 4))
+    CONTAINERS[kind](container)
+    with pytest.raises(TypeError, match="wrap it as one layer"):
+        in_two(container)
+    plain = nn.Sequential(container).double()
     pipe = Pipe(copy.deepcopy(plain), 2, balance=[1], devices=["cpu"])
     x = torch.randn(4, 4, dtype=torch.float64)
     plain[0].zero_grad()
@@ -422,17 +377,8 @@ def test_a_batch_norm_in_two_partitions_is_refused(wrap: object) -> None:
     with pytest.raises(ValueError, match=f"BatchNorm1d is used in 2 partitions, as {names}, .*put them into one part"):
         Pipe(module, 2, balance=[2, 1], devices=["cpu"] * 2)
     Pipe(module, 2, balance=[3], devices=["cpu"])(torch.randn(8, 4)).sum().backward()
-
-
-def test_a_batch_norm_without_statistics_may_stand_in_two_partitions() -> None:
     norm = nn.BatchNorm1d(4, track_running_stats=False)
-    plain = nn.Sequential(norm, nn.Linear(4, 4), norm).double()
-    pipe = in_two(copy.deepcopy(plain), chunks=1)
-    x = torch.randn(8, 4, dtype=torch.float64)
-    plain(x).square().mul(x).sum().backward()
-    pipe(x).square().mul(x).sum().backward()
-    for a, b in zip(pipe.parameters(), held(plain, pipe).parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+    Pipe(nn.Sequential(norm, nn.Linear(4, 4), norm), 2, balance=[2, 1], devices=["cpu"] * 2)
 
 
 # A graph inside the graph
@@ -557,14 +503,6 @@ def test_an_input_that_is_no_leaf_may_be_overwritten_beside_one_that_is(checkpoi
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-15)
     output.square().sum().backward()
     torch.testing.assert_close((leaf.grad, source.grad), expected_gradients, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
-def test_an_input_that_is_a_leaf_may_not_be_overwritten_beside_one_that_is_none() -> None:
-    pipe = in_two(PipeSequential(AddDoubled(), nn.Linear(4, 4)))
-    leaf = torch.randn(4, 4, requires_grad=True)
-    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-        pipe(leaf * 3, leaf)
 
 
 @pytest.mark.one_process("the meta device")

@@ -67,12 +67,6 @@ def convolution(places: int, width: int) -> list[nn.Module]:
     return [Does(lambda self, x: self.layer(x.transpose(1, 2)).transpose(1, 2), layer=layer)]
 
 
-def convolution_in_a_frame(places: int, width: int) -> list[nn.Module]:
-    back = Does(lambda self, x: x.transpose(1, 2))
-    kind = random.choice([nn.Conv1d, nn.ConvTranspose1d])
-    return [Does(lambda self, x: x.transpose(1, 2)), nn.Sequential(kind(width, width, 3, padding=1), back)]
-
-
 def images(places: int, width: int) -> list[nn.Module]:
     def act(self: Any, x: Tensor) -> Tensor:
         image = x.unflatten(-1, (2, -1)).permute(0, 2, 1, 3)
@@ -108,14 +102,6 @@ def einsum(places: int, width: int) -> list[nn.Module]:
     return [Does(lambda self, x: torch.einsum(form, x, self.weight).permute(order), weight=square(width))]
 
 
-def einsum_of_places(places: int, width: int) -> list[nn.Module]:
-    form = random.choice(["ntd,nsd,nse->nte", "ntd,std,se->nse", "ntd,tde->nte"])
-    shapes = {"ntd,std,se->nse": [(places, places, width), (places, width)], "ntd,tde->nte": [(places, width, width)]}
-    weights = nn.ParameterList([torch.randn(shape) / width for shape in shapes.get(form, [])])
-    return [Does(lambda self, x: torch.einsum(form, *([x] * (3 - len(weights)))[: len(form.split(",")) - len(weights)],
-                                              *self.weights) / width, weights=weights)]  # fmt: skip
-
-
 def parametrized(places: int, width: int) -> list[nn.Module]:
     kind = random.choice([parametrizations.weight_norm, parametrizations.orthogonal, parametrizations.spectral_norm])
     layer = kind(nn.Linear(width, width))
@@ -135,15 +121,6 @@ def experts(places: int, width: int) -> list[nn.Module]:
     return [Does(act, gate=nn.Linear(width, 3), experts=nn.ModuleList([nn.Linear(width, width) for _ in range(3)]))]
 
 
-def soft_experts(places: int, width: int) -> list[nn.Module]:
-    def act(self: Any, x: Tensor) -> Tensor:
-        every = torch.stack([expert(x) for expert in self.experts], dim=random_dimension)
-        return (every.movedim(random_dimension, -1) @ self.gate(x).softmax(-1)[..., None]).squeeze(-1)
-
-    random_dimension = random.choice([0, 1, 3])
-    return [Does(act, gate=nn.Linear(width, 3), experts=nn.ModuleList([nn.Linear(width, width) for _ in range(3)]))]
-
-
 def gates(places: int, width: int) -> list[nn.Module]:
     first = Does(lambda self, x: (x, self.gate(x).softmax(-1)), gate=nn.Linear(width, 3))
     mixed = Does(
@@ -159,15 +136,6 @@ def expanded(places: int, width: int) -> list[nn.Module]:
 
 def summed(places: int, width: int) -> list[nn.Module]:
     return [Does(lambda self, x: x * self.gain + x.sum(1, keepdim=True) * x.mean(2, keepdim=True), gain=torch.ones(1))]
-
-
-def turned(places: int, width: int) -> list[nn.Module]:
-    return [Does(lambda self, x: self.linear(x.mT).mT, linear=nn.Linear(places, places))]
-
-
-def places_first(places: int, width: int) -> list[nn.Module]:
-    act = F.tanh if random.random() < 0.5 else torch.clone
-    return [Does(lambda self, x: act(self.linear(x.transpose(0, 1))).transpose(0, 1), linear=nn.Linear(width, width))]
 
 
 def normed(places: int, width: int) -> list[nn.Module]:
@@ -222,10 +190,9 @@ def square(*shape: int) -> Tensor:
 
 
 KINDS = [
-    recurrent, attention, attention_of_heads, encoder, convolution, convolution_in_a_frame, images, slices,
-    every_second, halves, turned_halves, einsum, einsum_of_places, parametrized, experts, soft_experts, gates,
-    expanded, summed, turned, places_first, normed, normed_in_groups, residual, overwritten, windows, bilinear,
-    gathered, waves,
+    recurrent, attention, attention_of_heads, encoder, convolution, images, slices,
+    every_second, halves, turned_halves, einsum, parametrized, experts, gates, expanded, summed, normed,
+    normed_in_groups, residual, overwritten, windows, bilinear, gathered, waves,
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,6 +16,15 @@ from tests.ranks import held
 pytestmark = pytest.mark.one_process("it makes pipes of threads")
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
+
+
+def pipe_of(
+    layers: Iterable[nn.Module], chunks: int, checkpoint: str = "except_last", schedule: str = "gpipe", **options: Any
+) -> Pipe:
+    layers = list(layers)
+    balance = options.setdefault("balance", [1] * len(layers))
+    options = {"loss_fn": nn.functional.mse_loss, "devices": ["cpu"] * len(balance), **options}
+    return Pipe(nn.Sequential(*layers), chunks, checkpoint, schedule=schedule, **options)
 
 
 class Broadcast(nn.Module):
@@ -36,17 +46,7 @@ def test_a_gradient_with_the_memory_of_that_of_the_loss(checkpoint: str, schedul
         return output.sum()
 
     for layers in ([Broadcast()], [Broadcast(), nn.Identity(), nn.Identity()]):
-        workers = len(layers)
-        pipe = Pipe(
-            nn.Sequential(*layers),
-            chunks,
-            checkpoint,
-            schedule=schedule,
-            loss_fn=summed,
-            loss_reduction="sum",
-            balance=[1] * workers,
-            devices=["cpu"] * workers,
-        )
+        pipe = pipe_of(layers, chunks, checkpoint, schedule, loss_fn=summed, loss_reduction="sum")
         for step in range(1, 4):
             pipe(torch.ones(chunks, 1), target=torch.ones(chunks)).backward()
             assert pipe[0].bias.grad == step * chunks
@@ -78,15 +78,8 @@ def test_gradients_that_share_memory(layers: int, checkpoint: str, schedule: str
         (factor * nn.functional.mse_loss(plain(x), y)).backward()
         for layer in plain:  # PyTorch would add twice, too
             layer.columns.grad = layer.columns.grad.clone()
-    pipe = Pipe(
-        copy.deepcopy(model),
-        chunks,
-        checkpoint,
-        schedule=schedule or "gpipe",
-        loss_fn=nn.functional.mse_loss if schedule else None,
-        balance=[1] * layers,
-        devices=["cpu"] * layers,
-    )
+    loss_fn = nn.functional.mse_loss if schedule else None
+    pipe = pipe_of(copy.deepcopy(model), chunks, checkpoint, schedule or "gpipe", loss_fn=loss_fn)
     for factor in (1.0, 0.5):
         loss = pipe(x, target=y) if schedule else nn.functional.mse_loss(pipe(x), y)
         (factor * loss).backward(retain_graph=schedule is None)
@@ -173,15 +166,8 @@ def test_gradients_beside_those_that_wait(kind: type[nn.Module], rows: int, chec
     torch.manual_seed(0)
     plain = nn.Sequential(*[layer for _ in range(4) for layer in (kind(), nn.Linear(4, 4))]).double()
     stages = 2 if schedule == "zb-h1" or schedule == "1f1b" else 4
-    pipe = Pipe(
-        copy.deepcopy(plain),
-        4,
-        checkpoint,
-        schedule=schedule,
-        loss_fn=nn.functional.mse_loss,
-        balance=[1, 16 // stages - 1, *[8 // stages] * (stages - 2)],
-        devices=["cpu"] * 2,
-    )
+    balance = [1, 16 // stages - 1, *[8 // stages] * (stages - 2)]
+    pipe = pipe_of(copy.deepcopy(plain), 4, checkpoint, schedule, balance=balance, devices=["cpu"] * 2)
     for _ in range(3):
         x, y = torch.randn(2, rows, 3, 4, dtype=torch.float64)
         for model in (plain, pipe):
@@ -217,9 +203,7 @@ def test_a_parameter_that_is_handed_on_may_not_be_overwritten(schedule: str, che
 
     model = nn.Sequential(Query(), nn.ReLU(inplace=True), nn.Linear(4, 4))
     before = model[0].query.detach().clone()
-    pipe = Pipe(
-        model, 2, checkpoint, schedule=schedule, loss_fn=nn.functional.mse_loss, balance=[1, 2], devices=["cpu"] * 2
-    )
+    pipe = pipe_of(model, 2, checkpoint, schedule, balance=[1, 2])
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         pipe(torch.zeros(2, 1), target=torch.zeros(2, 3, 4))
     assert torch.equal(before, pipe[0].query)
@@ -243,14 +227,7 @@ def test_a_backward_that_overwrites_what_waits_is_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return Reverse.apply(x) + self.linear(x.detach())  # type: ignore[no-any-return, no-untyped-call]
 
-    pipe = Pipe(
-        nn.Sequential(nn.Linear(4, 4), Reversed(), nn.Tanh(), nn.Linear(4, 4)),
-        4,
-        schedule="zb-h1",
-        loss_fn=nn.functional.mse_loss,
-        balance=[2, 2],
-        devices=["cpu"] * 2,
-    )
+    pipe = pipe_of([nn.Linear(4, 4), Reversed(), nn.Tanh(), nn.Linear(4, 4)], 4, schedule="zb-h1", balance=[2, 2])
     x = torch.randn(8, 4)  # its first micro-batch shows what can wait
     with pytest.raises(RuntimeError, match="modified by an inplace operation while it waited for W"):
         pipe(x, target=x)
@@ -274,14 +251,7 @@ def test_a_loss_that_overwrites_its_gradient(schedule: str) -> None:
         return Doubled.apply((output * target).sum())  # type: ignore[no-any-return, no-untyped-call]
 
     plain, x, y = nn.Linear(4, 4).double(), torch.randn(6, 4).double(), torch.randn(6, 4).double()
-    pipe = Pipe(
-        nn.Sequential(copy.deepcopy(plain)),
-        3,
-        schedule=schedule,
-        loss_fn=doubled,
-        loss_reduction="sum",
-        devices=["cpu"],
-    )
+    pipe = pipe_of([copy.deepcopy(plain)], 3, schedule=schedule, loss_fn=doubled, loss_reduction="sum")
     doubled(plain(x), y).backward()
     pipe(x, target=y).backward()
     torch.testing.assert_close(pipe[0].weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-15)
@@ -310,15 +280,7 @@ def test_a_forward_may_differentiate_the_graph_of_an_earlier_micro_batch(schedul
     for looks in (False, True):
         torch.manual_seed(0)
         layer = Looks(looks)
-        pipe = Pipe(
-            nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4)),
-            4,
-            "never",
-            schedule=schedule,
-            loss_fn=nn.functional.mse_loss,
-            balance=[2, 1],
-            devices=["cpu"] * 2,
-        )
+        pipe = pipe_of([nn.Linear(4, 4), layer, nn.Linear(4, 4)], 4, "never", schedule, balance=[2, 1])
         x = torch.randn(8, 4)
         for _ in range(3):
             layer.last = None

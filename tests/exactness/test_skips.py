@@ -2,16 +2,12 @@
 
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from pipework import Pipe, pop, skippable, stash
-from pipework.skip import Namespace, verify_skippables
-from tests.ranks import held
 
 WIDTH = 6
 CHECKPOINT_MODES = ("never", "except_last", "always")
@@ -40,93 +36,20 @@ class Up(nn.Module):
         return torch.tanh(self.linear(torch.cat([x, skip], dim=1)))
 
 
-@skippable(stash=["maybe"])
-class StashNothing(nn.Module):
-    def forward(self, x):
-        yield stash("maybe", None)
-        return x
-
-
-@skippable(pop=["maybe"])
-class PopNothing(nn.Module):
-    def forward(self, x):
-        assert (yield pop("maybe")) is None
-        return x
-
-
-def u_net(depth: int = 3) -> nn.Sequential:
-    spaces = [Namespace() for _ in range(depth)]
-    return nn.Sequential(
-        *(Down().isolate(space) for space in spaces),
-        nn.Dropout(0.2),
-        *(Up().isolate(space) for space in reversed(spaces)),
-        nn.Linear(WIDTH, 3),
-    )
-
-
-BALANCES = [[8], [4, 4], [1, 6, 1], [1, 3, 2, 2], [1] * 8]
-
-
-@pytest.mark.parametrize("rows", [8, 7, 2])
-@pytest.mark.parametrize("balance", BALANCES, ids=str)
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_u_net_is_bitwise_equal_after_three_steps(
-    way: Any, checkpoint: str, balance: list[int], rows: int, assert_trained_alike: Callable[..., None]
-) -> None:
-    plain = u_net()
-    verify_skippables(plain)
-    pipe = way.pipe(plain, 4, checkpoint, balance=balance)
-    assert_trained_alike(plain, pipe, [(torch.randn(rows, WIDTH),) for _ in range(3)], way=way)
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("balance", [[5], [1, 1, 1, 1, 1], [1, 1, 1, 2], [2, 3], [1, 4]], ids=str)
-def test_one_stash_popped_by_several_layers(way: Any, checkpoint: str, balance: list[int]) -> None:
-    plain = nn.Sequential(Down(), nn.Tanh(), Up(), Up(), nn.Linear(WIDTH, 2)).double()
-    verify_skippables(plain)
-    pipe = way.pipe(plain, 3, checkpoint, balance=balance)
-    x, y = torch.randn(6, WIDTH, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
-    way.reference(plain, x, y, 1, key=0)
-    way.loss(pipe, x, y).backward()
-    for expected, actual in zip(held(plain, pipe).parameters(), pipe.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-15)
-
-
-def test_none_can_be_stashed(way: Any) -> None:
-    module = nn.Sequential(StashNothing(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), PopNothing())
-    pipe = way.pipe(module, 2, balance=[1] * 4)
-    way.loss(pipe, torch.randn(4, WIDTH), torch.randn(4)).backward()
-    assert all(parameter.grad is not None for parameter in pipe.parameters())
-
-
-def test_retained_graphs_and_evaluation(way: Any) -> None:
-    pipe = way.pipe(u_net(), 2, "always", balance=[1] * 8)
-    x = torch.randn(4, WIDTH)
-    loss = way.loss(pipe, x, torch.randn(4))
-    loss.backward(retain_graph=True)
-    once = [parameter.grad.clone() for parameter in pipe.parameters()]
-    with torch.no_grad():
-        assert pipe(x).shape == (4, 3)
-    loss.backward()
-    for parameter, gradient in zip(pipe.parameters(), once, strict=True):
-        assert torch.equal(parameter.grad, gradient * 2)
-
-
-@pytest.mark.one_process("nothing is computed")
-def test_unmatched_skips_are_refused_when_the_module_is_wrapped() -> None:
-    with pytest.raises(TypeError, match="no module declared 'skip' as poppable but stashed"):
-        Pipe(nn.Sequential(Down(), nn.Tanh()))
-
-
 @pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("between", [[], [nn.Identity()], [nn.Identity(), nn.Flatten()]], ids=len)
-def test_overwriting_a_stashed_tensor_on_its_way_is_an_error(
-    checkpoint: str, grad: bool, between: list[nn.Module]
+@pytest.mark.parametrize(
+    ("between", "balance"),
+    [([], [1, 1, 1]), ([nn.Identity(), nn.Flatten()], [1, 1, 1, 1, 1]), ([], [1, 2]), ([nn.Identity()], [1, 1, 2])],
+    ids=str,
+)
+def test_overwriting_a_stashed_tensor_is_an_error(
+    checkpoint: str, grad: bool, between: list[nn.Module], balance: list[int]
 ) -> None:
+    """On its way, and in the stage that pops it."""
     module = nn.Sequential(Down(), *between, nn.ReLU(inplace=True), Up())
-    pipe = Pipe(module, 2, checkpoint, balance=[1] * len(module), devices=["cpu"] * len(module))
+    pipe = Pipe(module, 2, checkpoint, balance=balance, devices=["cpu"] * len(balance))
     with (
         torch.set_grad_enabled(grad),
         pytest.raises(RuntimeError, match="changed skip tensor 'skip' in place") as caught,
@@ -135,17 +58,6 @@ def test_overwriting_a_stashed_tensor_on_its_way_is_an_error(
     stage = len(between) + 1
     assert f"stage {stage} has changed" in str(caught.value)
     assert f"pipework: stage {stage}, micro-batch" in caught.value.__notes__[0]
-
-
-@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("balance", [[1, 2], [1, 1, 2]], ids=str)
-def test_also_in_the_stage_that_pops_it(checkpoint: str, balance: list[int]) -> None:
-    between = [nn.Identity()] if len(balance) == 3 else []
-    module = nn.Sequential(Down(), *between, nn.ReLU(inplace=True), Up())
-    pipe = Pipe(module, 2, checkpoint, balance=balance, devices=["cpu"] * len(balance))
-    with pytest.raises(RuntimeError, match="changed skip tensor 'skip' in place"):
-        pipe(torch.randn(4, WIDTH))
 
 
 @skippable(pop=["skip"])
@@ -157,17 +69,6 @@ class Residual(nn.Module):
     def forward(self, x):
         skip = yield pop("skip")
         return torch.tanh(self.linear(x)) + skip
-
-
-@pytest.mark.one_process("one block for each stage; with processes: tests/distributed/together/test_skips.py")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_a_residual_that_every_block_pops_is_bitwise_equal(
-    way: Any, checkpoint: str, assert_trained_alike: Callable[..., None]
-) -> None:
-    plain = nn.Sequential(Down(), *(Residual() for _ in range(5)))
-    verify_skippables(plain)
-    pipe = way.pipe(plain, 3, checkpoint, balance=[1] * 6)
-    assert_trained_alike(plain, pipe, [(torch.randn(6, WIDTH),) for _ in range(2)], way=way)
 
 
 @skippable(stash=["skip"])

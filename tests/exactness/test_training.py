@@ -63,33 +63,6 @@ def test_several_losses_may_be_under_way(way: Any, checkpoint: str) -> None:
         assert torch.equal(actual.grad, expected.grad)  # a + b is b + a
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("factor", [2.0, 0.5, 1024.0, -1.0])
-def test_loss_scale_by_a_power_of_two_is_bitwise(way: Any, checkpoint: str, factor: float) -> None:
-    plain = drawing()
-    pipe = way.pipe(plain, 3, checkpoint, balance=[2, 3])
-    x, y = batch(6)
-    torch.manual_seed(3)
-    way.reference(plain, x, y, 3, draw_key())
-    torch.manual_seed(3)
-    (way.loss(pipe, x, y) * factor).backward()
-    assert same_gradients(pipe, plain, factor)
-
-
-@pytest.mark.parametrize("way", INSIDE, indirect=True)
-def test_another_factor_scales_to_within_rounding(way: Any) -> None:
-    """If the loss is outside, every operation in between rounds."""
-    plain = drawing()
-    pipe = way.pipe(plain, 3, balance=[2, 3])
-    x, y = batch(6)
-    torch.manual_seed(3)
-    way.reference(plain, x, y, 3, draw_key())
-    torch.manual_seed(3)
-    (way.loss(pipe, x, y) / 3).backward()
-    for expected, actual in zip(held(plain, pipe).parameters(), pipe.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, expected.grad / 3, rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("requires_leaf", [True, False], ids=["leaf", "non-leaf"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_input_gradient_is_bitwise_equal(way: Any, checkpoint: str, requires_leaf: bool) -> None:
@@ -101,20 +74,6 @@ def test_input_gradient_is_bitwise_equal(way: Any, checkpoint: str, requires_lea
     way.reference(plain, own, target, 3, key=0)
     way.loss(pipe, leaf if requires_leaf else leaf * factor, target).backward()
     assert torch.equal(own.grad * factor, leaf.grad)
-
-
-@pytest.mark.parametrize("balance", [[2, 3], [1, 1, 1, 2]], ids=str)
-def test_gradients_are_those_of_the_whole_batch(way: Any, balance: list[int]) -> None:
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target)
-
-    plain = drawing().double().eval()
-    pipe = way.pipe(plain, 4, balance=balance, loss_fn=loss_fn)
-    x, y = torch.randn(10, 4, WIDTH, dtype=torch.float64), torch.randn(10, 4, 5, dtype=torch.float64)
-    loss_fn(plain(x), y).backward()
-    way.loss(pipe, x, y, loss_fn).backward()
-    for expected, actual in zip(held(plain, pipe).parameters(), pipe.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-15)
 
 
 def test_evaluation_between_steps_changes_nothing(way: Any) -> None:
@@ -137,21 +96,6 @@ def test_evaluation_between_steps_changes_nothing(way: Any) -> None:
         return [parameter.detach() for parameter in pipe.parameters()]
 
     assert all(map(torch.equal, train(evaluate=False), train(evaluate=True)))
-
-
-@pytest.mark.thorough
-def test_two_runs_with_one_seed_end_alike(way: Any) -> None:
-    def train() -> list[Tensor]:
-        torch.manual_seed(7)
-        pipe = way.pipe(drawing(), 4, balance=[2, 3])
-        optimizer = torch.optim.SGD([{"params": pipe.parameters()}], lr=0.1)
-        for _ in range(20):
-            way.loss(pipe, *batch(8)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.detach() for parameter in pipe.parameters()]
-
-    assert all(map(torch.equal, train(), train()))
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pipework import Chunk, MicroBatches, NoChunk, PipeSequential
-from pipework.model.batchnorm import DeferredBatchNorm
 from tests.conftest import WAYS
 from tests.ranks import held
 
@@ -276,24 +275,6 @@ def test_pipe_sequential_spreads_even_a_tuple_of_one() -> None:
     x = torch.ones(4, 1)
     for balance in ([2], [1, 1]):
         assert torch.equal(outside(module, 2, balance=balance)(x), module(x))
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("rows", [12, 10, 5])
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_deferred_batch_norm_counts_the_whole_mini_batch_once(
-    checkpoint: str, rows: int, momentum: float | None
-) -> None:
-    plain = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4, momentum=momentum), nn.ReLU(), nn.Flatten()).double()
-    pipe = outside(plain, 4, checkpoint, deferred_batch_norm=True, balance=[1, 3])
-    assert "1" not in pipe._modules or isinstance(pipe.get_submodule("1"), DeferredBatchNorm)
-    for _ in range(3):
-        x = torch.randn(rows, 2, 6, dtype=torch.float64)
-        plain(x)
-        pipe(x).square().sum().backward()
-    for name, expected in held(plain, pipe).state_dict().items():
-        torch.testing.assert_close(pipe.state_dict()[name], expected, rtol=1e-12, atol=1e-13)
-    assert len(list(held(plain, pipe).parameters())) == len(list(pipe.parameters()))
 
 
 @pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")

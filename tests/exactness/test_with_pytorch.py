@@ -26,11 +26,6 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-def in_two(module: nn.Sequential, checkpoint: str = "except_last", chunks: int = 3) -> Pipe:
-    half = len(module) // 2
-    return Pipe(module, chunks, checkpoint, balance=[half, len(module) - half], devices=["cpu"] * 2)
-
-
 def gradients(module: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in module.parameters()]
 
@@ -162,24 +157,6 @@ def test_a_factor_is_taken_for_a_scaler_only_where_gradients_are_in_float16_and_
 
 
 @pytest.mark.parametrize("way", INSIDE, indirect=True)
-def test_an_overflow_inside_of_the_pipe_skips_the_step(way: Any) -> None:
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
-    pipe = way.pipe(module, 3, balance=[1, 1, 1, 1], grad_scaler=scaler)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    before = copy.deepcopy(pipe.state_dict())
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = pipe(torch.randn(6, 8), target=torch.randn(6))
-    assert loss.isfinite()
-    scaler.scale(loss).backward()
-    assert not gradients(pipe)[0].isfinite().all()
-    scaler.step(optimizer)
-    scaler.update()
-    assert all(map(torch.equal, before.values(), pipe.state_dict().values()))
-    assert scaler.get_scale() == 2.0**29
-
-
-@pytest.mark.parametrize("way", INSIDE, indirect=True)
 def test_a_scale_that_changes_before_the_backward_is_the_outer_one(way: Any) -> None:
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -201,37 +178,6 @@ def test_save_on_cpu_and_other_saved_tensor_hooks(way: Any) -> None:
         loss = way.loss(pipe, x, y)
     loss.backward()
     assert all(map(torch.equal, gradients(pipe), expected))
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_parametrized_modules(way: Any, checkpoint: str) -> None:
-    def module() -> nn.Sequential:
-        torch.manual_seed(0)
-        weight_normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
-        return nn.Sequential(weight_normed, nn.Tanh(), spectral, nn.Linear(8, 1))
-
-    plain, pipe = module().double(), way.pipe(module().double(), 3, checkpoint, balance=[1, 1, 1, 1])
-    x, y = torch.randn(6, 8, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
-    way.reference(plain, x, y, 3, key=0)
-    way.loss(pipe, x, y).backward()
-    for expected, actual in zip(gradients(held(plain, pipe)), gradients(pipe), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)
-    assert all(map(torch.equal, held(plain, pipe).buffers(), pipe.buffers()))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_pytorchs_own_checkpoint_inside_a_layer(way: Any, use_reentrant: bool) -> None:
-    class Checkpointed(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch_checkpoint.checkpoint(super().forward, x, use_reentrant=use_reentrant)
-
-    plain = nn.Sequential(*(Checkpointed() for _ in range(4)))
-    pipe = way.pipe(plain, 3, "never", balance=[1, 1, 1, 1])
-    x, y = torch.randn(6, 8, requires_grad=True), torch.randn(6)
-    way.reference(plain, x, y, 3, key=0)
-    way.loss(pipe, x, y).backward()
-    assert all(map(torch.equal, gradients(held(plain, pipe)), gradients(pipe)))
 
 
 # Autocast
@@ -307,19 +253,6 @@ def test_recurrent_layers_work_alone_after_a_mini_batch() -> None:
 
 
 @pytest.mark.one_process("two pipes share layers")
-def test_two_pipes_may_share_layers() -> None:
-    module = nn.Sequential(*(Block() for _ in range(4)))
-    first, second = in_two(module), in_two(module)
-    x = torch.randn(6, 8)
-    (first(x).sum() + second(x).sum()).backward()
-    twice = [gradient.clone() for gradient in gradients(module)]
-    module.zero_grad()
-    first(x).sum().backward()
-    for gradient, whole in zip(gradients(module), twice, strict=True):
-        torch.testing.assert_close(whole, 2 * gradient)
-
-
-@pytest.mark.one_process("two pipes share layers")
 def test_two_pipes_with_different_schedules_may_share_layers() -> None:
     module = nn.Sequential(*(Block() for _ in range(4)))
     pipes = [
@@ -344,23 +277,6 @@ def test_inference_mode_between_training_steps(way: Any) -> None:
     loss, output = way.run(pipe, x, y)
     assert torch.equal(output, expected)
     loss.backward()
-
-
-def test_attention_of_pytorch(way: Any) -> None:
-    class Attend(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.attention(x, x, x, need_weights=False)[0]
-
-    plain = nn.Sequential(Attend(), Attend(), nn.Linear(8, 8), Attend())
-    pipe = way.pipe(plain, 3, "always", balance=[1, 1, 1, 1], loss_fn=F.mse_loss)
-    x, y = torch.randn(6, 5, 8), torch.randn(6, 5, 8)
-    way.reference(plain, x, y, 3, 0, F.mse_loss)
-    way.loss(pipe, x, y, F.mse_loss).backward()
-    assert all(map(torch.equal, gradients(held(plain, pipe)), gradients(pipe)))
 
 
 def pipe_in_a_checkpoint(reentrant: bool, module: nn.Sequential, **options: Any) -> tuple[Pipe, torch.Tensor]:
@@ -399,26 +315,3 @@ def test_a_pipe_in_a_checkpoint_with_hooks_is_refused() -> None:
     weight = torch.ones(2, requires_grad=True)
     torch_checkpoint.checkpoint(lambda: frozen(torch.ones(4, 8)) * weight, use_reentrant=False).sum().backward()
     assert weight.grad is not None
-
-
-class Twice(nn.Linear):
-    """Returns a tensor and what it makes of it; a hook doubles the gradient of the tensor."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: 2 * gradient)
-        return y, 3 * y
-
-
-@pytest.mark.one_process("compares two pipes with each other")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_a_hook_on_a_tensor_in_the_layer_that_computes_it(checkpoint: str) -> None:
-    torch.manual_seed(0)
-    module, x = nn.Sequential(Twice(4, 4), nn.Bilinear(4, 4, 2)), torch.randn(4, 4)
-    found = []
-    for balance in ([2], [1, 1]):
-        pipe = Pipe(copy.deepcopy(module), 2, checkpoint, balance=balance, devices=["cpu"] * len(balance))
-        pipe(x).sum().backward()
-        found.append(gradients(pipe))
-    assert all(map(torch.equal, *found))
