@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework.assignment.assignment import assign
-from pipework.assignment.from_plan import checked_plan, planned_arguments
+from pipework.assignment.from_plan import planned_arguments
 from pipework.integrations import adapter_for
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.layout import Layout
@@ -208,11 +208,10 @@ def attach(
             lambda labels: cuttable.result_of(*with_argument(signature, *cuttable.sample, target, labels)),
         )
     if plan is not None:
-        plan = checked_plan(plan)
         decided = {"chunks": (chunks, 1), "checkpoint": (checkpoint, "except_last"), "balance": (balance, None)}
         decided["schedule"] = schedule, "1f1b"
         told = planned_arguments(plan, cuttable.sequential(), devices, decided, on_ranks=mesh is not None)
-        chunks, balance, devices, schedule = told
+        _, chunks, balance, devices, schedule = told
         checkpoint = "except_last" if recomputed(told.schedule) else "never"
     elif balance is None:
         balance = _balance(cuttable, schedule, chunks, backend_for(mesh, devices))

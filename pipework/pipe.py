@@ -148,12 +148,11 @@ class Pipe(Layers):
     ) -> None:
         self._plan: Plan | None = None
         if plan is not None:
-            from pipework.assignment.from_plan import checked_plan, planned_arguments  # seldom needed
+            from pipework.assignment.from_plan import planned_arguments  # seldom needed
 
-            self._plan = plan = checked_plan(plan)
             decided = {"chunks": (chunks, 1), "checkpoint": (checkpoint, "except_last"), "balance": (balance, None)}
             decided["schedule"] = schedule, "gpipe"
-            chunks, balance, devices, schedule = planned_arguments(
+            self._plan, chunks, balance, devices, schedule = planned_arguments(
                 plan, module, devices, decided, on_ranks=mesh is not None
             )
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:

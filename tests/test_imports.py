@@ -46,11 +46,12 @@ MAY_IMPORT = {
     "model": {"autograd", "runtime", "runtime.random", "runtime.stage", "values"},
     "model.parts": {"model", "runtime.random", "values"},
     "model.loss": {"model", "runtime", "runtime.random", "runtime.stage", "values"},
-    "planning": {"schedule", "schedule.analysis", "schedule.draw"},
+    "planning": {"assignment.minimax", "schedule", "schedule.analysis", "schedule.draw"},
+    "assignment.minimax": set(),
     "assignment": {
-        "model", "planning", "runtime", "runtime.random", "schedule", "schedule.draw",
+        "assignment.minimax", "model", "planning", "runtime", "runtime.random", "schedule", "schedule.draw",
     },
-    "planning.balance": {"assignment", "model", "planning.measuring"},
+    "planning.balance": {"assignment", "assignment.minimax", "model", "planning.measuring"},
     "planning.measuring": {
         "__init__", "assignment", "autograd", "autograd.weight_split", "distributed", "model", "model.loss", "planning",
         "runtime", "runtime.skips", "runtime.stage", "saving", "schedule",

@@ -14,13 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from benchmarks import harness
 from benchmarks.harness import Verdict
 from benchmarks.sharding.task import REPLICAS, WORKERS, PyTorchSchedule, ShardedPipe, Task
 from benchmarks.two_processes import Part, TwoProcesses, two_processes
-from pipework import Mesh, Pipe
+from pipework import Mesh
 from pipework.schedule import build, with_sharding
 
 _STEPS = 5  # whose bytes are counted together: heartbeats go through the network, too
@@ -64,13 +62,11 @@ class Measured(NamedTuple):
     Attributes:
         sent: bytes of all processes for a step.
         held: bytes of each process between steps, and at the peak of a step, in units of a worker's weights.
-        predicted: the same at the peak of a step, by `pipe.predict`.
         seconds: of steps, by candidate.
     """
 
     sent: float
     held: Mapping[str, float]
-    predicted: float
     seconds: dict[str, list[float]]
 
 
@@ -130,21 +126,6 @@ def expected_held(case: Case) -> float:
     return {"replicas": 3.0, "zero-1": 1 + 2 / REPLICAS, "fsdp": 3 / REPLICAS}[case.kind]
 
 
-def predicted_peak(task: Task, case: Case) -> float:
-    """At the peak of a step, in units of a worker's weights, as `pipe.predict` says of a pipe without replicas."""
-    count = WORKERS * case.stages
-    pipe = Pipe(
-        task.model(), task.chunks, "always", balance=[task.blocks // count] * count, schedule=case.schedule,
-        devices=["cpu"] * WORKERS, loss_fn=nn.functional.mse_loss,
-    )  # fmt: skip
-    batch, target = task.batch(0)
-    name = {"replicas": "replicas", "zero-1": "ZeRO-1", "fsdp": "fully_shard"}[case.kind]
-    name += f", whole_stages={case.whole_stages}" if case.whole_stages else ""
-    prediction = pipe.predict(batch, target=target, optimizer=2, timeout=0)  # AdamW keeps two numbers
-    found = next(each for each in prediction.sharing(REPLICAS).ranks if each.choice == name)
-    return found.total / task.worker_bytes
-
-
 def measure(case: Case, task: Task, large: Task, rounds: int) -> Measured:
     """All of a case."""
     count = WORKERS * REPLICAS
@@ -158,7 +139,7 @@ def measure(case: Case, task: Task, large: Task, rounds: int) -> Measured:
     with two_processes(partial(memory_of, large, case), count, REPLICAS) as processes:
         told = processes.told("pipework")
     held = {key: median(each[key] for each in told) / large.worker_bytes for key in told[0]}
-    return Measured(sent, held, predicted_peak(large, case), seconds)
+    return Measured(sent, held, seconds)
 
 
 def _seconds(processes: TwoProcesses, name: str) -> float:
@@ -186,24 +167,22 @@ def main(argv: list[str] | None = None) -> None:
 def report(task: Task, measured: Mapping[Case, Measured]) -> list[Verdict]:
     """The table, and what of it was to be reached."""
     rows, verdicts = [], []
-    for case, (sent, held, predicted, seconds) in measured.items():
+    for case, (sent, held, seconds) in measured.items():
         wanted, between = expected_bytes(task, case), expected_held(case)
         ours = median(seconds["pipework"])
         ratio = harness.median_ratio(seconds["pipework"], seconds["pytorch"]) if "pytorch" in seconds else None
-        numbers = [sent / 2**20, wanted / 2**20, held["between"], between, held["peak"], predicted]
+        numbers = [sent / 2**20, wanted / 2**20, held["between"], between, held["peak"]]
         times = [f"{ours * 1e3:.1f}", "" if ratio is None else f"{ratio:.2f}"]
         rows.append([str(case), *(f"{number:.2f}" for number in numbers), *times])
         verdicts.append(Verdict(f"{case}: bytes sent above the formula", 100 * (sent / wanted - 1), 5, "%"))
         verdicts.append(Verdict(f"{case}: bytes between steps above it", 100 * (held["between"] / between - 1), 5, "%"))
-        apart = abs(held["peak"] / predicted - 1)
-        verdicts.append(Verdict(f"{case}: bytes at the peak and as predicted apart", 100 * apart, 5, "%"))
         if ratio is not None:
             verdicts.append(Verdict(f"{case}: pipework to PyTorch", ratio, 1, "x"))
     print(
         "MiB sent by four processes in a step; memory of each in units of its worker's weights; milliseconds of a step"
     )
     print()
-    memory = ["between steps", "formula", "peak of a step", "predicted"]
+    memory = ["between steps", "formula", "peak of a step"]
     header = ["", "sent", "formula", *memory, "pipework", "to PyTorch"]
     harness.print_table(header, rows)
     return verdicts

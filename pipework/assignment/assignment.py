@@ -133,14 +133,22 @@ def assign(
     counts = None if balance is None else checked_balance(balance, len(module))
     places = None if devices is None else checked_devices(devices, machine)
     if isinstance(schedule, Schedule):
-        _refuse_unfit(schedule, chunks)
+        Program.of(schedule)
+        if chunks != schedule.micro_batches:
+            raise ValueError(
+                f"chunks is {chunks}, but the schedule {schedule.name!r} is for {schedule.micro_batches} micro-batches"
+                f": give chunks={schedule.micro_batches}, or make the schedule for {chunks}"
+            )
         return _placed(module, schedule, schedule.placement, counts, places, machine)
     spec = _spec(schedule)
     if not spec.several and spec.stages_per_worker == 1:
         partitioning = choose_partitioning(module, balance, devices)
         assignment = Assignment(schedule, partitioning, tuple(range(len(partitioning.balance))))
     else:
-        assignment = _several_stages(module, schedule, counts, places, machine)
+        placement = spec.placement(*_workers_and_stages(module, schedule, spec, counts, places, machine))
+        assignment = _placed(module, schedule, placement, counts, places, machine)
+        if counts is None and places is None:
+            log_choice(assignment.partitioning, machine)
     if isinstance(schedule, ScheduleSpec) and assignment.workers:
         Program.of(assignment.schedule(chunks))
     return assignment
@@ -158,71 +166,37 @@ def _spec(schedule: str | ScheduleSpec) -> ScheduleSpec:
     return spec
 
 
-def _refuse_unfit(schedule: Schedule, chunks: int) -> None:
-    """Raises a ValueError if the user's own schedule cannot be run, or not with so many micro-batches."""
-    Program.of(schedule)
-    if chunks != schedule.micro_batches:
-        raise ValueError(
-            f"chunks is {chunks}, but the schedule {schedule.name!r} is for {schedule.micro_batches} micro-batches: "
-            f"give chunks={schedule.micro_batches}, or make the schedule for {chunks}"
-        )
-
-
-def _several_stages(
+def _workers_and_stages(
     module: nn.Sequential,
     schedule: str | ScheduleSpec,
+    spec: ScheduleSpec,
     balance: Sequence[int] | None,
     devices: Sequence[torch.device] | None,
     machine: Machine,
-) -> Assignment:
-    """The assignment for a schedule by name or spec whose workers hold several stages each."""
-    known = schedule_spec(schedule)
-    per_worker = known.stages_per_worker
-    if balance is None and devices is None:
-        if is_placed(module):
-            partitioning = choose_partitioning(module, None, None, machine=machine)
-            return _as_it_lies(schedule, partitioning, per_worker)
-        workers = len(default_devices(max(1, len(module) // per_worker), False, machine))
-        assignment = _placed(module, schedule, known.placement(workers, per_worker), None, None, machine)
-        log_choice(assignment.partitioning, machine)
-        return assignment
-    workers = len(devices) if devices is not None else _workers(len(balance or ()), per_worker)
-    if not workers:
-        raise IndexError(
-            f"too few devices to hold given partitions (devices: 0, layers: {len(module)}): give one for each worker"
-        )
-    if balance is not None:
-        if len(balance) % workers:
-            raise ValueError(
-                f"balance has {len(balance)} partitions for {workers} workers: with schedule {schedule!r} each worker "
-                "holds the same number of them, so give a multiple of the number of devices"
-            )
-        per_worker = len(balance) // workers
-    return _placed(module, schedule, known.placement(workers, per_worker), balance, devices, machine)
-
-
-def _workers(stages: int, per_worker: int) -> int:
-    """The smallest number of workers of which none holds more stages than `per_worker`."""
-    return max(1, -(-stages // per_worker))
-
-
-def _as_it_lies(schedule: str | ScheduleSpec, partitioning: Partitioning, per_worker: int) -> Assignment:
-    """The assignment for layers that lie on devices already, which must repeat in the order of the workers."""
-    stages = len(partitioning.balance)
-    kinds = len(set(partitioning.devices))
-    # Several CPU workers have one device, so the devices do not show the number of workers.
-    workers = kinds if kinds > 1 else _workers(stages, per_worker)
-    placement = schedule_spec(schedule).placement(workers, max(1, stages // workers))
-    assignment = Assignment(schedule, partitioning, placement)
-    if len(placement) != stages or any(
-        assignment.devices[worker] != device for worker, device in zip(placement, partitioning.devices, strict=True)
-    ):
-        where = ", ".join(map(str, partitioning.devices))
+) -> tuple[int, int]:
+    """The number of workers, and of the stages of each, for a schedule whose workers hold several stages."""
+    per_worker = spec.stages_per_worker
+    if devices is not None:
+        workers = len(devices)
+    elif balance is not None:
+        workers = max(1, -(-len(balance) // per_worker))
+    elif is_placed(module):
         raise ValueError(
-            f"the layers form {stages} partitions on {where}, but with schedule {schedule!r} partitions must go round "
-            "the devices again and again: move the layers, or give balance and devices"
+            f"the layers lie on several devices or are wrapped in WithDevice, and with schedule {schedule!r} each "
+            "worker holds several stages: give balance= and devices=, which say where layers go"
         )
-    return assignment
+    else:
+        workers = len(default_devices(max(1, len(module) // per_worker), False, machine))
+    if not workers:
+        raise too_few_devices(0, 1, "workers")
+    if balance is None:
+        return workers, per_worker
+    if len(balance) % workers:
+        raise ValueError(
+            f"balance has {len(balance)} partitions for {workers} workers: with schedule {schedule!r} each worker "
+            "holds the same number of them, so give a multiple of the number of devices"
+        )
+    return workers, len(balance) // workers
 
 
 def _placed(
@@ -235,21 +209,17 @@ def _placed(
 ) -> Assignment:
     """The assignment for a given placement."""
     if not len(module):
-        return Assignment(source, choose_partitioning(module, None, None, machine=machine), ())
-    workers = max(placement, default=-1) + 1
+        return Assignment(source, Partitioning((), ()), ())
+    stages, workers = len(placement), max(placement, default=-1) + 1
     places = default_devices(workers, True, machine) if devices is None else devices
     if len(places) < workers:
         raise too_few_devices(len(places), workers, "workers")
-    stages = len(placement)
     if balance is not None and len(balance) != stages:
         raise ValueError(f"the schedule has {stages} stages, and balance has {len(balance)} entries: give one for each")
     if len(module) < stages:
-        most = len(module) // (stages // workers)
-        fewer = (
-            f"use at most {most} worker{'s' if most > 1 else ''}, or cut layers finer" if most else "cut layers finer"
-        )
         raise ValueError(
-            f"the schedule has {stages} stages, and there are {len(module)} layers: each needs one; {fewer}"
+            f"the schedule has {stages} stages, and there are {len(module)} layers: each needs one; use fewer workers, "
+            "or cut layers finer"
         )
     on_stages = [places[worker] for worker in placement]
     return Assignment(source, choose_partitioning(module, balance, on_stages, machine=machine), placement)

@@ -1,18 +1,10 @@
 """The number of layers of each partition: checks, and an estimate of what layers cost from their parameters."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 from torch.nn.parameter import is_lazy
-
-
-def check_partitions(partitions: int, layers: int) -> None:
-    """Raises ``ValueError`` unless that many non-empty partitions can be made of that many layers."""
-    if partitions < 1:
-        raise ValueError(f"partitions must be at least 1, got {partitions}")
-    if partitions > layers:
-        raise ValueError(f"cannot make {partitions} partitions of {layers} layers: ask for at most {layers}")
 
 
 def not_sequential(module: object) -> TypeError:
@@ -32,11 +24,10 @@ def too_few_devices(devices: int, partitions: int, what: str = "partitions") -> 
 
 def not_a_list(devices: object) -> TypeError:
     """The error for a single device, or a number of devices, in place of a list."""
-    such = f"[{devices!r}]?"
-    if isinstance(devices, int) and devices > 0 and not isinstance(devices, bool):
-        numbers = list(range(devices)) if devices <= 4 else f"list(range({devices}))"
-        such = f"""write ["cpu"] * {devices} for {devices} workers on the CPU, or {numbers} for accelerators"""
-    return TypeError(f"devices must be a list with the device of each partition, got {devices!r}: {such}")
+    return TypeError(
+        f"devices must be a list with the device of each partition, got {devices!r}: write such as ['cpu', 'cpu'] for "
+        "two workers on the CPU, or [0, 1] for two accelerators"
+    )
 
 
 def check_initialised(module: nn.Module) -> None:
@@ -56,25 +47,17 @@ def checked_balance(balance: Sequence[int], layers: int) -> list[int]:
         TypeError: The balance is not a sequence, or is a string.
         ValueError: The balance does not fit the layers; the message shows how to find one that fits.
     """
-    try:
-        given = None if isinstance(balance, str | bytes) else list(balance)
-    except TypeError:
-        given = None
-    if given is None:
-        example = [(layers + 1) // 2, layers // 2] if layers > 1 else [layers]
-        raise TypeError(
-            f"balance must list the number of layers of each partition, got {balance!r}: write balance="
-            f"{example}, or leave balance out and give devices=, or let pipework measure one: "
-            "pipework.balance_by_time(2, module, sample)"
-        )
+    is_list = isinstance(balance, Iterable) and not isinstance(balance, str | bytes)
+    given = list(balance) if is_list else []
     counts = [_as_count(count) for count in given]
-    positive = all(count >= 1 for count in counts)
+    positive = is_list and all(count >= 1 for count in counts)
     if positive and sum(counts) == layers:
         return counts
-    raise ValueError(
-        f"balance must be positive integers that sum to {layers}, the number of layers, got {given}"
-        + (f", which sums to {sum(counts)}. " if positive else ". ")
-        + "Let pipework measure one, with sample = one batch of input:\n\n"
+    error = ValueError if is_list else TypeError
+    raise error(
+        f"balance must be positive integers that sum to {layers}, the number of layers, got "
+        f"{given if is_list else repr(balance)}{f', which sums to {sum(counts)}' if positive else ''}. "
+        "Let pipework measure one, with sample = one batch of input:\n\n"
         "    from pipework import balance_by_time\n"
         f"    balance = balance_by_time({max(1, min(len(given), layers))}, module, sample)\n"
     )

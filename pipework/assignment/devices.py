@@ -75,6 +75,12 @@ def _visible(machine: Machine) -> str:
     return f"only {', '.join(str(device) for device in machine.accelerators)} and 'cpu' are available"
 
 
+def chosen_devices(devices: Sequence[Device] | None, layers: int) -> list[torch.device]:
+    """The given devices; None: those of this machine for so many layers."""
+    machine = Machine.here()
+    return default_devices(layers, False, machine) if devices is None else checked_devices(devices, machine)
+
+
 def default_devices(wanted: int, exactly: bool, machine: Machine) -> list[torch.device]:
     """All accelerators; without any, CPU workers.
 

@@ -20,30 +20,17 @@ if TYPE_CHECKING:
 
 
 class PlannedArguments(NamedTuple):
-    """See `Pipe`."""
+    """The arguments of a `Pipe` that a plan decides, and the plan."""
 
+    plan: Plan
     chunks: int
     balance: list[int]
     devices: Sequence[Device] | None
     schedule: Schedule
 
 
-def checked_plan(plan: object) -> Plan:
-    """A plan that a pipe was given.
-
-    Raises:
-        TypeError: it is no plan.
-    """
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"plan is of type {type(plan).__name__}: wanted a Plan, as pipework.plan(model, sample) or "
-            "pipework.plan(profile, devices=...) returns it, or Plan.load(path)"
-        )
-    return plan
-
-
 def planned_arguments(
-    plan: Plan,
+    plan: object,
     module: nn.Sequential,
     devices: Sequence[Device] | None,
     given: Mapping[str, tuple[Any, Any]],
@@ -60,30 +47,35 @@ def planned_arguments(
         on_ranks: whether workers are processes, each of which has its own device: then the plan's are left out.
 
     Raises:
-        TypeError: the module is no `nn.Sequential`.
+        TypeError: it is no plan, or the module is no `nn.Sequential`.
         ValueError: an argument is given beside the plan, or the plan is for another model.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan is of type {type(plan).__name__}: wanted a Plan, as pipework.plan(model, sample) or "
+            "pipework.plan(profile, devices=...) returns it, or Plan.load(path)"
+        )
     if not isinstance(module, nn.Sequential):
         raise not_sequential(module)
     for name, (value, default) in given.items():
         if value is not default and value != default:
             raise ValueError(f"{name}= is given beside plan=, which decides it: leave {name}= or plan= out")
-    plan.check_model(layer_infos(module))
-    if on_ranks and devices is None:
-        return PlannedArguments(plan.chunks, list(plan.balance), None, plan.schedule)
-    if devices is None and not all(map(_is_device, plan.devices)):
-        raise ValueError(
-            f"the plan is for kinds of device ({', '.join(dict.fromkeys(plan.devices))}), and names no device of this "
-            f"machine: give {len(plan.devices)} in the order of the plan's workers, "
-            "Pipe(..., plan=plan, devices=[...])"
-        )
-    places = plan.devices if devices is None else devices
-    if len(places) != len(plan.devices):
+    plan.check_model([layer_info(name, layer) for name, layer in named_layers(module)])
+    places: Sequence[Device] | None = devices
+    if places is None and not on_ranks:
+        if not all(map(_is_device, plan.devices)):
+            raise ValueError(
+                f"the plan is for kinds of device ({', '.join(dict.fromkeys(plan.devices))}), and names no device of "
+                f"this machine: give {len(plan.devices)} in the order of the plan's workers, "
+                "Pipe(..., plan=plan, devices=[...])"
+            )
+        places = plan.devices
+    if places is not None and len(places) != len(plan.devices):
         raise ValueError(
             f"devices has {len(places)} entries, and the plan has {len(plan.devices)} workers: give one for each, in "
             f"place of {', '.join(plan.devices)}"
         )
-    return PlannedArguments(plan.chunks, list(plan.balance), places, plan.schedule)
+    return PlannedArguments(plan, plan.chunks, list(plan.balance), places, plan.schedule)
 
 
 def _is_device(name: str) -> bool:
@@ -94,17 +86,13 @@ def _is_device(name: str) -> bool:
     return True
 
 
-def layer_infos(module: nn.Sequential) -> list[LayerInfo]:
-    """What the layers are, for comparing them with those of a profile or plan.
+def layer_info(name: str, layer: nn.Module) -> LayerInfo:
+    """What a layer is, for comparing it with that of a profile or plan.
 
     Example:
-        >>> layer_infos(nn.Sequential(nn.Linear(2, 2)))
-        [LayerInfo(name='0', type='Linear', weights=24, trained=24, buffers=0)]
+        >>> layer_info("0", nn.Linear(2, 2))
+        LayerInfo(name='0', type='Linear', weights=24, trained=24, buffers=0)
     """
-    return [_info(name, layer) for name, layer in named_layers(module)]
-
-
-def _info(name: str, layer: nn.Module) -> LayerInfo:
     parameters = list(layer.parameters())
     return LayerInfo(
         name,

@@ -1,18 +1,29 @@
 """The best split of a row of layers into consecutive parts, whose devices may differ.
 
-A pipeline is as fast as its slowest stage, so the largest sum of a part is minimised. A dynamic programme over (part,
-end) keeps, for each number of first layers, the best loads of the parts so far. Costs are converted to integers first:
-sums of floats depend on their order, so equal sums could compare as different.
+A pipeline is as fast as its slowest stage, so the largest sum of a part is minimised. A program goes through the parts,
+and for each place where a part can end it keeps the best split of all layers before::
+
+    layers      | 3  1  1 | 1  3  1 | 2  2 |      part 1 may begin after one layer, two, ...; if it ends here ^,
+    part             0    ^    1    ^   2         the best of those splits is extended by part 2
+
+Costs are converted to integers first: sums of floats depend on their order, so equal sums could compare as different.
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-from pipework.assignment.balance import check_partitions
+Loads = tuple[int, ...]  # what splits are compared by; the first number is the largest load of a part
 
-Loads = tuple[int, ...]  # largest first
+
+def check_partitions(partitions: int, layers: int) -> None:
+    """Raises ``ValueError`` unless that many non-empty partitions can be made of that many layers."""
+    if partitions < 1:
+        raise ValueError(f"partitions must be at least 1, got {partitions}")
+    if partitions > layers:
+        raise ValueError(f"cannot make {partitions} partitions of {layers} layers: ask for at most {layers}")
 
 
 def minimax_partition(costs: Sequence[float], partitions: int) -> list[int]:
@@ -56,37 +67,62 @@ def minimax_on_devices(costs: Sequence[Sequence[float]]) -> list[int]:
         >>> minimax_on_devices([fast, slow])
         [5, 1]
     """
-    partitions, layers = len(costs), max(map(len, costs), default=0)
-    check_partitions(partitions, layers)
-    best: dict[int, Loads] = {0: ()}  # the loads of the best split of the first so many layers into the parts so far
-    begins: list[dict[int, int]] = []  # for each part: where it begins, if it ends there
-    for part, sums in enumerate(_prefix_sums(costs)):
-        ends = range(part + 1, layers - partitions + part + 2)
-        found = {end: _best_begin(sums, best, end) for end in ends}
-        best = {end: loads for end, (loads, _) in found.items()}
-        begins.append({end: begin for end, (_, begin) in found.items()})
-    counts, end = [], layers
-    for begin in reversed(begins):
-        counts.append(end - begin[end])
-        end = begin[end]
-    return counts[::-1]
-
-
-def _best_begin(sums: Sequence[int], best: dict[int, Loads], end: int) -> tuple[Loads, int]:
-    """The best loads with a last part that ends at ``end``, and the latest place where that part can begin."""
-    latest = min(max(best), end - 1)
-    found: tuple[Loads, int] | None = None
-    for begin in range(latest, min(best) - 1, -1):
-        load = sums[end] - sums[begin]
-        if found is not None and load > found[0][0]:
-            break  # an earlier begin only adds to this part
-        if found is not None and best[begin][:1] > found[0][:1]:
-            continue
-        loads = tuple(sorted((*best[begin], load), reverse=True))
-        if found is None or loads < found[0]:
-            found = loads, begin
+    check_partitions(len(costs), max(map(len, costs), default=0))
+    found = best_split(_prefix_sums(costs), lambda loads, load: tuple(sorted((*loads, load), reverse=True)))
     assert found is not None
     return found
+
+
+def best_split(
+    sums: Sequence[Sequence[int]],
+    with_part: Callable[[Loads, int], Loads],
+    share: Callable[[int, int, int], float] = lambda part, begin, end: 1.0,
+    most: int | None = None,
+) -> list[int] | None:
+    """The split with the smallest share of a limit, and among those with the smallest loads.
+
+    Args:
+        sums: for each part, the costs of the layers before each place.
+        with_part: the loads of some parts and of one more.
+        share: of a limit that a part takes, at least 1, from the part's number, begin and end.
+        most: no part costs more, if given.
+
+    Returns:
+        The number of layers of each part; None: there is no such split.
+    """
+    parts, layers = len(sums), len(sums[0]) - 1
+    earliest = [layers]  # place at which each part can begin such that no later one costs too much
+    for row in reversed(sums):
+        earliest.append(0 if most is None else bisect_left(row, row[earliest[-1]] - most))
+    earliest.reverse()
+    best: dict[int, tuple[float, Loads]] = {0: (1.0, ())}
+    begins: list[dict[int, int]] = []  # for each part: where it begins, if it ends there
+    for part, row in enumerate(sums):
+        first, last = min(best), max(best)
+        longer: dict[int, tuple[float, Loads]] = {}
+        begins.append({})
+        for end in range(max(part + 1, earliest[part + 1]), layers - parts + part + 2):
+            top: tuple[float, Loads] | None = None
+            for begin in range(min(last, end - 1), first - 1, -1):
+                load, over = row[end] - row[begin], share(part, begin, end)
+                if (most is not None and load > most) or (top is not None and (over, load) > (top[0], top[1][0])):
+                    break  # an earlier begin only adds to this part
+                before = best.get(begin)
+                if before is None or (top is not None and (before[0], before[1][:1]) > (top[0], top[1][:1])):
+                    continue
+                value = max(before[0], over), with_part(before[1], load)
+                if top is None or value < top:
+                    top, begins[-1][end] = value, begin
+            if top is not None:
+                longer[end] = top
+        if not longer:
+            return None
+        best = longer
+    counts, end = [], layers
+    for places in reversed(begins):
+        counts.append(end - places[end])
+        end = places[end]
+    return counts[::-1]
 
 
 def _prefix_sums(rows: Sequence[Sequence[float]]) -> list[list[int]]:

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from pipework.planning.request import PlanRequest
 
 _FAR = 2  # times as many rows as were measured, or as few
-_LINKS = (
-    "measure links with pipework.planning.profile on the devices, or give them with "
-    "dataclasses.replace(profile, links=...)"
-)
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,10 @@ class Choice:
         """The number of workers."""
         return len(self.order)
 
+    def kinds(self, request: PlanRequest) -> list[str]:
+        """The kind of device of each stage."""
+        return [request.kinds[self.order[worker]] for worker in self.placement]
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -79,6 +79,11 @@ class Candidate:
     def schedule(self) -> Schedule:
         """The schedule, with recomputation; made anew each time, since a large one takes a gigabyte."""
         return _schedule_of(self.request, self.choice, self.costs)
+
+    @property
+    def devices(self) -> list[str]:
+        """The device of each worker."""
+        return [self.request.devices[index] for index in self.choice.order]
 
     @property
     def seconds(self) -> float:
@@ -113,19 +118,13 @@ class Candidate:
         return not self.fits, self.seconds if self.fits else max(self.shares)
 
 
-def kinds_of(request: PlanRequest, order: tuple[int, ...], placement: tuple[int, ...]) -> list[str]:
-    """The kind of device of each stage."""
-    kinds = request.kinds
-    return [kinds[order[worker]] for worker in placement]
-
-
 def evaluate(request: PlanRequest, choice: Choice) -> Candidate:
     """Simulate a choice.
 
     Raises:
         ValueError: the schedule does not go with the numbers of workers and micro-batches.
     """
-    costs = request.sums(choice.chunks).costs(choice.balance, kinds_of(request, choice.order, choice.placement))
+    costs = request.sums(choice.chunks).costs(choice.balance, choice.kinds(request))
     return Candidate(request, choice, costs, measure(_schedule_of(request, choice, costs), costs))
 
 
@@ -151,18 +150,18 @@ def plan_of(
         named: the seconds of the best candidate of each schedule with a name.
         notes: lines before those on what the profile has no numbers for.
     """
-    request, choice, schedule = candidate.request, candidate.choice, candidate.schedule
-    certificate = certify(simulate(schedule, candidate.costs), candidate.workers, choice.balance, any_bound)
+    request, choice = candidate.request, candidate.choice
+    simulation = simulate(candidate.schedule, candidate.costs)
     return Plan(
-        devices=tuple(request.devices[index] for index in choice.order),
+        devices=tuple(candidate.devices),
         balance=choice.balance,
         chunks=choice.chunks,
         batch=request.batch,
-        schedule=schedule,
+        schedule=simulation.schedule,
         costs=candidate.costs,
         workers=candidate.workers,
         layers=request.profile.layers,
-        certificate=certificate,
+        certificate=certify(simulation, candidate.workers, choice.balance, any_bound),
         optimizer=request.optimizer,
         named=dict(named or {}),
         estimated=any(request.profile.kinds[kind].estimated for kind in request.kinds),
@@ -173,26 +172,30 @@ def plan_of(
 def _taken_for_nothing(candidate: Candidate) -> list[str]:
     """A line for each thing that the profile has no numbers for: messages without a link, a loss, far sizes."""
     request, choice = candidate.request, candidate.choice
-    profile, measured = request.profile, request.profile.rows
-    kinds = kinds_of(request, choice.order, choice.placement)
+    profile, kinds = request.profile, choice.kinds(request)
     ways = {*pairwise(range(len(kinds))), *request.sums(choice.chunks).skips_between(choice.balance)}
-    hops = {
-        (kinds[here], kinds[there])
+    missing = {
+        " and ".join(repr(kind) for kind in sorted((kinds[here], kinds[there])))
         for here, there in ways
-        if choice.placement[here] != choice.placement[there] and not profile.has_link(kinds[here], kinds[there])
+        if choice.placement[here] != choice.placement[there] and profile.link(kinds[here], kinds[there]) is None
     }
     found = []
-    if hops and not profile.links:
-        found.append(f"messages between devices are taken to cost nothing: the profile has no links; {_LINKS}")
-    elif hops:
-        missing = " and ".join(sorted({f"between {min(ends)!r} and {max(ends)!r}" for ends in hops}))
-        found.append(f"messages {missing} are taken to cost nothing: the profile has no such link; {_LINKS}")
+    if missing:
+        where = (
+            f"the profile has no link between {' or '.join(sorted(missing))}"
+            if profile.links
+            else "the profile has no links"
+        )
+        found.append(
+            f"messages between devices are taken to cost nothing: {where}; measure links with "
+            "pipework.planning.profile on the devices, or give them with dataclasses.replace(profile, links=...)"
+        )
     if not profile.loss_inside:
         found.append("the loss is taken to cost nothing: the profile was made without target=")
-    rows = -(-request.batch // choice.chunks)
-    if rows > _FAR * measured[-1] or _FAR * rows < measured[0]:
+    rows, measured = -(-request.batch // choice.chunks), (profile.rows[0], profile.rows[-1])
+    if rows > _FAR * measured[1] or _FAR * rows < measured[0]:
         found.append(
             f"micro-batches of {rows:,} rows are taken to cost what a line through measurements says: the profile has "
-            f"those of {' to '.join(f'{size:,}' for size in dict.fromkeys((measured[0], measured[-1])))} rows"
+            f"those of {' to '.join(f'{size:,}' for size in dict.fromkeys(measured))} rows"
         )
     return found

@@ -79,7 +79,7 @@ def _bound_with(request: PlanRequest, chunks: int) -> float:
 
 
 def _binding(simulation: Simulation, workers: Sequence[WorkerBytes], balance: Sequence[int], *, memory: bool) -> str:
-    """The largest of: transfers, idle time because of memory, a worker's work."""
+    """What keeps a step from being shorter: transfers, memory, or a worker's work."""
     schedule, step = simulation.schedule, simulation.makespan
     if step <= 0:
         return "nothing takes time"
@@ -88,21 +88,18 @@ def _binding(simulation: Simulation, workers: Sequence[WorkerBytes], balance: Se
     if exposed > max(0.05, 1 - share - exposed):
         source, target = _longest_transfer(simulation)
         return f"transfers, which delay the step by {exposed:.0%}; the longest is from stage {source} to {target}"
-    used = [each.total / each.limit for each in workers]
+    used, stages = [each.total / each.limit for each in workers], schedule.stages_of(busiest)
     again = sum(action.kind == "R" for action in schedule.orders[busiest])
     if again and used[busiest] > 0:
-        forwards = schedule.micro_batches * len(schedule.stages_of(busiest))
         return (
-            f"the memory of worker {busiest}, {used[busiest]:.0%} of which are used, although it recomputes "
-            f"{again} of its {forwards} forwards"
+            f"the memory of worker {busiest}, {used[busiest]:.0%} of which are used, although it recomputes {again} of "
+            f"its {schedule.micro_batches * len(stages)} forwards"
         )
     if memory or (max(used) > 0.95 and share < 0.9):
         return f"the memory of worker {used.index(max(used))}, of which {max(used):.0%} are used"
-    stages = schedule.stages_of(busiest)
-    if len(stages) == 1 and balance[stages[0]] == 1 and share > 0.8:
-        layer = sum(balance[: stages[0]])
-        return f"layer {layer}, alone on worker {busiest}, which is busy for {share:.0%} of the step"
-    return f"the work of worker {busiest}, which is busy for {share:.0%} of the step"
+    alone = len(stages) == 1 and balance[stages[0]] == 1 and share > 0.8
+    what = f"layer {sum(balance[: stages[0]])}, alone on" if alone else "the work of"
+    return f"{what} worker {busiest}, which is busy for {share:.0%} of the step"
 
 
 def _longest_transfer(simulation: Simulation) -> tuple[int, int]:

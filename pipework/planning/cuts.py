@@ -1,10 +1,6 @@
 """Cuts: how many consecutive layers each stage gets, such that the slowest worker computes as little as possible.
 
-Where each worker holds one stage, a program finds the best cut. It goes through the stages, and for each place where a
-stage can end it keeps the best cut of all layers before::
-
-    layers      | 3  1  1 | 1  3  1 | 2  2 |      stage 1 may begin after one layer, two, ...; if it ends here ^,
-    stage            0    ^    1    ^   2         the best of those cuts is extended by stage 2
+Where each worker holds one stage, a program finds the best cut, see `best_split`.
 
 Other placements, in which a worker holds several stages, have a local search from a few starts. It moves a layer from
 one stage to another one, and the stages between them each pass a layer on.
@@ -18,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import inf
 
+from pipework.assignment.minimax import best_split
 from pipework.schedule.analysis.memory import SLACK
 
 Ends = list[int]
@@ -119,15 +115,26 @@ def best_cuts(problem: CutProblem, count: int = 1) -> list[tuple[int, ...]]:
 
 
 def _best(problem: CutProblem) -> Ends:
-    linear = len({*problem.placement}) == problem.stages
-    if not linear:
+    if len({*problem.placement}) < problem.stages:
         return _LocalSearch(problem, min(10_000 + 20 * problem.stages**2, 400_000)).best()
+
+    def share(stage: int, begin: int, end: int) -> float:
+        sizes = problem.sizes[stage]
+        return _share(sizes[end] - sizes[begin], problem.limits[problem.placement[stage]])
+
+    def with_stage(loads: tuple[int, ...], load: int) -> tuple[int, ...]:
+        largest, squares = loads or (0, 0)
+        return max(largest, load), squares + load * load  # squares have a small sum if loads are even
+
     # No worker needs to have more work than in an even cut, unless memory wants that.
-    found = _program(problem, problem.key(_even(problem, [1.0] * problem.stages))[1][0])
-    if found is None or problem.key(found)[0] > 1:
-        found = _program(problem, inf)
-    assert found is not None
-    return found
+    most = problem.key(_even(problem, [1.0] * problem.stages))[1][0]
+    for bound in (most, None):
+        found = best_split(problem.work, with_stage, share, bound)
+        if found is not None:
+            ends = list(accumulate(found, initial=0))
+            if problem.key(ends)[0] == 1:
+                break
+    return ends
 
 
 def _with_slower(problem: CutProblem, workers: Sequence[int], by: float) -> CutProblem:
@@ -139,47 +146,6 @@ def _with_slower(problem: CutProblem, workers: Sequence[int], by: float) -> CutP
             made[key] = [by * each for each in row] if worker in workers else row
     keys = ((id(row), at in workers) for row, at in zip(problem.seconds, problem.placement, strict=True))
     return replace(problem, seconds=[made[key] for key in keys])
-
-
-def _program(problem: CutProblem, most: float) -> Ends | None:
-    """The best cut if each worker holds one stage, and has at most so much work; None if there is none.
-
-    Cuts of the first layers are compared by the largest share of a limit, if that is above 1; then by the most work of
-    a worker; then by the sum of the squares of all workers' work, which is small if it is even.
-    """
-    stages, layers = problem.stages, problem.layers
-    earliest = [layers]  # place at which each stage can begin such that no later one has more work
-    for work in reversed(problem.work):
-        earliest.append(bisect_left(work, work[earliest[-1]] - most) if most < inf else 0)
-    earliest.reverse()
-    nothing = (inf, inf, inf)
-    best: list[tuple[float, float, float]] = [(1.0, 0.0, 0.0)] + [nothing] * layers
-    came: list[dict[int, int]] = []
-    for stage, worker in enumerate(problem.placement):
-        work, sizes, limit = problem.work[stage], problem.sizes[stage], problem.limits[worker]
-        longer = [nothing] * (layers + 1)
-        begins: dict[int, int] = {}
-        for end in range(max(stage + 1, earliest[stage + 1]), layers - (stages - 1 - stage) + 1):
-            top = nothing
-            for begin in range(end - 1 if stage else 0, max(stage, earliest[stage]) - 1, -1):
-                load, size = work[end] - work[begin], sizes[end] - sizes[begin]
-                share = _share(size, limit)
-                if load > most or (share, load) > top[:2]:
-                    break  # and so are all that begin earlier
-                before = best[begin]
-                value = max(before[0], share), max(before[1], load), before[2] + load * load
-                if value < top:
-                    top, begins[end] = value, begin
-            if end in begins:
-                longer[end] = top
-        best = longer
-        came.append(begins)
-    if best[layers] == nothing:
-        return None
-    ends = [layers]
-    for begins in reversed(came):
-        ends.append(begins[ends[-1]])
-    return ends[::-1]
 
 
 def _even(problem: CutProblem, shares: Sequence[float]) -> Ends:

@@ -1,82 +1,70 @@
-"""Reads plans and profiles that were saved as JSON, and names the file in each error."""
+"""Plans and profiles are saved as JSON and read again; each error names the file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
-
-Made = TypeVar("Made")
+from typing import Any, Self
 
 
-def read_file(path: str | Path) -> str:
-    """The text of a file.
+class SavedAsJson(ABC):
+    """An object that is written as JSON, with a line for each field.
 
-    Raises:
-        ValueError: the file holds no text.
-        OSError: the file cannot be read.
+    The field "format" is ``pipework plan 1`` for the class `Plan`.
     """
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not JSON: it holds no text") from None
 
+    @abstractmethod
+    def _written(self) -> dict[str, Any]:
+        """The fields, in terms of JSON."""
 
-def read_json(text: str, name: str, what: str, make: Callable[[dict[str, Any]], Made]) -> Made:
-    """Make an object of its fields in JSON, whose field "format" is ``pipework WHAT 1``.
+    @classmethod
+    @abstractmethod
+    def _read(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the class, from the fields."""
 
-    Args:
-        text: of the file.
-        name: of the file, for messages.
-        what: the text should be: "plan" or "profile".
-        make: makes the object of the fields.
+    def to_json(self) -> str:
+        """The text that `save` writes to a file of JSON."""
+        fields = {"format": f"pipework {type(self).__name__.lower()} 1", **self._written()}
+        return "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()) + "}\n"
 
-    Raises:
-        ValueError: the text is not JSON, or has another format, or its fields are wrong.
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, for :meth:`load`.
 
-    Example:
-        >>> read_json('{"format": "pipework plan 1", "rows": [1]}', "p.json", "plan", lambda fields: fields)
-        {'rows': [1]}
-        >>> read_json("[1]", "p.json", "plan", lambda fields: fields)
-        Traceback (most recent call last):
-        ValueError: p.json is no plan: wanted an object of format 'pipework plan 1', as its save(path) writes it
-    """
-    form = f"pipework {what} 1"
-    try:
-        fields = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not JSON: {error}; wanted a {what}, as its save(path) writes it") from None
-    except RecursionError:
-        raise ValueError(f"{name} is no {what}: it is nested too deeply") from None
-    if not isinstance(fields, dict) or fields.pop("format", None) != form:
-        raise ValueError(f"{name} is no {what}: wanted an object of format {form!r}, as its save(path) writes it")
-    try:
-        return make(fields)
-    except KeyError as error:
-        raise ValueError(f"{name} is no {what}: it has no {error}") from None
-    except (TypeError, AttributeError, IndexError, ValueError) as error:
-        raise ValueError(f"{name} is no {what}: {error}") from None
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what :meth:`save` has written as JSON.
 
-def write_json(what: str, fields: dict[str, Any], more: str = "") -> str:
-    """The text for `read_json`, a line for each field.
+        Raises:
+            ValueError: the file holds something else.
+            OSError: it cannot be read.
+        """
+        return cls.from_json(Path(path).read_bytes(), str(path))
 
-    Args:
-        what: the text is: "plan" or "profile".
-        fields: what it has.
-        more: another field, as it is to be written.
+    @classmethod
+    def from_json(cls, text: str | bytes, name: str) -> Self:
+        """What :meth:`to_json` returned; `name` says in messages where the text is from.
 
-    Example:
-        >>> print(write_json("plan", {"rows": [1, 2]}))
-        {"format": "pipework plan 1",
-         "rows": [1, 2]}
-        <BLANKLINE>
-    """
-    lines = {"format": f"pipework {what} 1", **fields}
-    text = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in lines.items()]
-    return "{" + ",\n ".join([*text, *([more] if more else [])]) + "}\n"
+        Raises:
+            ValueError: the text is something else.
+        """
+        what = cls.__name__.lower()
+        form = f"pipework {what} 1"
+        try:
+            fields = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+            if not isinstance(fields, dict) or fields.pop("format", None) != form:
+                raise ValueError(f"wanted an object of format {form!r}, as its save(path) writes it")
+            return cls(**cls._read(fields))
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{name} is no {what}: {reason}") from None
 
 
 def check_numbers(what: str, numbers: Iterable[object]) -> None:

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from pipework.planning.json_file import check_numbers, read_file, read_json, write_json
+from pipework.planning.json_file import SavedAsJson, check_numbers
 from pipework.planning.layer_costs import LayerInfo
 from pipework.schedule import (
     Costs,
@@ -74,7 +74,7 @@ class WorkerBytes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(SavedAsJson):
     """What is chosen for a pipe; `print` it for a table, give it to `Pipe(module, plan=plan)`.
 
     Attributes:
@@ -127,13 +127,12 @@ class Plan:
                 raise ValueError(f"the plan has {found} {what}, and its other parts are for {wanted}")
         positive_integers(batch=self.batch, **{f"balance[{stage}]": each for stage, each in enumerate(self.balance)})
         self.costs.spread(schedule.stages, len(schedule.skips))  # refuses those of other stages
-        bound = self.certificate
+        bound, finite = self.certificate, (0 if held.limit == inf else held.limit for held in self.workers)
         seconds = (bound.schedule_bound, bound.any_bound, self.profile_seconds or 0, *dict(self.named).values())
         check_numbers("times of the plan", seconds)
         check_numbers("numbers of the optimizer", (self.optimizer,))
-        for held in self.workers:
-            limit = 0 if held.limit == inf else held.limit
-            check_numbers("bytes of its workers", (held.fixed, held.activations, held.temporary, limit))
+        sizes = (size for held in self.workers for size in (held.fixed, held.activations, held.temporary))
+        check_numbers("bytes of its workers", (*sizes, *finite))
         if not all(isinstance(each, str) for each in (*self.devices, *self.notes)):
             raise TypeError("devices and notes of the plan: wanted texts")
 
@@ -160,34 +159,36 @@ class Plan:
 
     def __str__(self) -> str:
         schedule, step = self.schedule, self.seconds
-        rows = [("worker", "device", "layers", "busy", "recomputes", "weights, gradients, optimizer",
-                 "activations", "temporary", "total", "limit")]  # fmt: skip
+        title = "worker,device,layers,busy,recomputes,weights/gradients/optimizer,activations,temporary,total,limit"
+        rows = [tuple(each.replace("/", ", ") for each in title.split(","))]
         again = recomputed(schedule)
         names = [layer.name for layer in self.layers]
         spans = list(pairwise(accumulate(self.balance, initial=0)))
         for worker, held in enumerate(self.workers):
             stages = schedule.stages_of(worker)
-            layers = "; ".join(_span(names, *spans[stage]) for stage in stages)
+            ends = (names[slice(*spans[stage])] for stage in stages)
             repeats = [f"{sum(where == stage for where, _ in again)} of {self.chunks}" for stage in stages]
+            sizes = (held.fixed, held.activations, held.temporary, held.total)
             rows.append(
                 (
-                    str(worker), self.devices[worker], layers,
+                    str(worker),
+                    self.devices[worker],
+                    "; ".join(each[0] if len(each) == 1 else f"{each[0]} .. {each[-1]}" for each in ends),
                     time_text(self.simulation.busy[worker], "s"),
                     "; ".join(dict.fromkeys(repeats)) if again else "-",
-                    memory_text(held.fixed, "bytes"), memory_text(held.activations, "bytes"),
-                    memory_text(held.temporary, "bytes"), memory_text(held.total, "bytes"),
+                    *(memory_text(size, "bytes") for size in sizes),
                     "-" if held.limit == inf else memory_text(held.limit, "bytes"),
                 )
-            )  # fmt: skip
+            )
         bound = self.certificate
+        rate = self.batch / step if step else inf
         rows_text = f"{'up to ' if self.batch % self.chunks else ''}{counted(-(-self.batch // self.chunks), 'row')}"
         lines = [
             f"plan: {counted(len(self.layers), 'layer')} on {counted(len(self.devices), 'worker')}, "
             f"{counted(self.chunks, 'micro-batch')} of {rows_text}, schedule {schedule.name!r}",
             *(line.rstrip() for line in aligned(rows, left={1, 2})),
             f"step {time_text(step, 's')} {'estimated' if self.estimated else 'predicted'}, "
-            f"bubble {self.simulation.bubble:.1%}; {_rate_text(self.batch / step) if step else 'any number of'} rows "
-            "a second",
+            f"bubble {self.simulation.bubble:.1%}; {rate:{',.0f' if rate >= 100 else '.3g'}} rows a second",
             f"lower bound {time_text(bound.schedule_bound, 's')} for these stages (gap {self.gap:.1%}), "
             f"{time_text(bound.any_bound, 's')} for any plan",
             f"what binds: {bound.binding}",
@@ -224,36 +225,27 @@ class Plan:
             raise ValueError(f"{path}: a plan is saved as {', '.join(texts)}, not as {path.suffix!r}")
         path.write_text(texts[path.suffix](), encoding="utf-8")
 
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read what :meth:`save` has written as JSON.
-
-        Raises:
-            ValueError: the file is no plan.
-            OSError: it cannot be read.
-        """
-        return cls.from_json(read_file(path), str(path))
-
-    def to_json(self) -> str:
-        """The text that :meth:`save` writes to a file of JSON."""
-        workers = [{**vars(held), "limit": None if held.limit == inf else held.limit} for held in self.workers]
-        fields = {
+    def _written(self) -> dict[str, Any]:
+        return {
             **{name: value for name, value in vars(self).items() if name in self.__dataclass_fields__},
             "certificate": vars(self.certificate),
-            "workers": workers,
+            "workers": [{**vars(held), "limit": None if held.limit == inf else held.limit} for held in self.workers],
             "costs": {name: value for name, value in asdict(self.costs).items() if value is not None},
+            "schedule": json.loads(to_json(self.schedule)),
         }
-        del fields["schedule"]
-        return write_json("plan", fields, f'"schedule": {to_json(self.schedule)}')
 
     @classmethod
-    def from_json(cls, text: str, name: str) -> Plan:
-        """The plan of a text that :meth:`to_json` returned; `name` says in messages where the text is from.
-
-        Raises:
-            ValueError: the text is no plan.
-        """
-        return read_json(text, name, "plan", lambda fields: cls(**_made(fields)))
+    def _read(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        workers = ({**each, "limit": inf if each["limit"] is None else each["limit"]} for each in fields["workers"])
+        return {
+            **fields,
+            **{name: tuple(fields[name]) for name in ("devices", "balance", "notes")},
+            "certificate": Certificate(**fields["certificate"]),
+            "workers": tuple(WorkerBytes(**each) for each in workers),
+            "costs": Costs(**fields["costs"]),
+            "layers": tuple(LayerInfo(*each) for each in fields["layers"]),
+            "schedule": from_json(json.dumps(fields["schedule"])),
+        }
 
     def check_model(self, layers: Sequence[LayerInfo]) -> None:
         """Refuse another model than the planned one.
@@ -261,38 +253,8 @@ class Plan:
         Raises:
             ValueError: it has another number of layers, or a layer has another name, class or size.
         """
-        if len(layers) != len(self.layers):
-            raise ValueError(
-                f"the plan is for a model of {counted(len(self.layers), 'layer')}, and this one has {len(layers)}: "
-                "plan this model"
-            )
-        for planned, found in zip(self.layers, layers, strict=True):
+        for number, (planned, found) in enumerate(zip_longest(self.layers, layers)):
             if planned != found:
                 raise ValueError(
-                    f"the plan is for another model: layer {planned.name} was {planned}, and is {found} here; "
-                    "plan this model"
+                    f"the plan is for another model: layer {number} was {planned}, and is {found} here; plan this model"
                 )
-
-
-def _span(names: Sequence[str], begin: int, end: int) -> str:
-    return names[begin] if end == begin + 1 else f"{names[begin]} .. {names[end - 1]}"
-
-
-def _rate_text(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
-def _made(fields: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a plan, of its fields in JSON."""
-    workers = ({**each, "limit": inf if each["limit"] is None else each["limit"]} for each in fields["workers"])
-    return {
-        **fields,
-        "devices": tuple(fields["devices"]),
-        "balance": tuple(fields["balance"]),
-        "notes": tuple(fields["notes"]),
-        "certificate": Certificate(**fields["certificate"]),
-        "workers": tuple(WorkerBytes(**each) for each in workers),
-        "costs": Costs(**fields["costs"]),
-        "layers": tuple(LayerInfo(*each) for each in fields["layers"]),
-        "schedule": from_json(json.dumps(fields["schedule"])),
-    }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pipework.planning.json_file import check_numbers, read_file, read_json, write_json
+from pipework.planning.candidate import Choice, evaluate, plan_of
+from pipework.planning.certificate import any_plan_bound
+from pipework.planning.json_file import SavedAsJson, check_numbers
 from pipework.planning.layer_costs import (
     DeviceKind,
     LayerBytes,
@@ -18,16 +19,18 @@ from pipework.planning.layer_costs import (
     MicroBatchProfile,
     SkipBytes,
 )
-from pipework.planning.settings import plan_of_settings
-from pipework.schedule.argument_checks import positive_integers
+from pipework.planning.request import make_request
+from pipework.schedule import Schedule, build, schedule_spec, with_recompute
+from pipework.schedule.argument_checks import checked_tuple, positive_integers
+from pipework.schedule.draw.units import counted, memory_text
+from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
     from pipework.planning.plan import Plan
-    from pipework.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(SavedAsJson):
     """Seconds and bytes of a model's layers.
 
     Attributes:
@@ -98,49 +101,32 @@ class Profile:
                 f"{', '.join(map(repr, self.kinds))}"
             )
 
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON, for :meth:`load` and for ``python -m pipework plan FILE``.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+    def _written(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "links": [[*ends, *link] for ends, link in self.links.items()],
+            "kinds": {name: vars(kind) for name, kind in self.kinds.items()},
+        }
 
     @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read what :meth:`save` has written.
+    def _read(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        def table(rows: Any, of: Callable[..., Any]) -> tuple[tuple[Any, ...], ...]:
+            return tuple(tuple(of(*each) for each in row) for row in rows)
 
-        Raises:
-            ValueError: the file is no profile.
-            OSError: it cannot be read.
-        """
-        return cls.from_json(read_file(path), str(path))
-
-    def to_json(self) -> str:
-        """The text that :meth:`save` writes."""
-        return write_json(
-            "profile",
-            {
-                "batch": self.batch,
-                "rows": self.rows,
-                "loss_inside": self.loss_inside,
-                "devices": self.devices,
-                "links": [[*ends, *link] for ends, link in self.links.items()],
-                "skips": self.skips,
-                "layers": self.layers,
-                "bytes": self.bytes,
-                "kinds": {name: vars(kind) for name, kind in self.kinds.items()},
+        return {
+            **{name: fields[name] for name in ("batch", "devices", "loss_inside")},
+            "rows": tuple(fields["rows"]),
+            "layers": tuple(LayerInfo(*each) for each in fields["layers"]),
+            "bytes": table(fields["bytes"], LayerBytes),
+            "kinds": {
+                name: DeviceKind(
+                    table(kind["seconds"], LayerSeconds), tuple(kind["joined"]), kind["memory"], kind["estimated"]
+                )
+                for name, kind in fields["kinds"].items()
             },
-        )
-
-    @classmethod
-    def from_json(cls, text: str, name: str) -> Profile:
-        """The profile of a text that :meth:`to_json` returned; `name` says in messages where the text is from.
-
-        Raises:
-            ValueError: the text is no profile.
-        """
-        return read_json(text, name, "profile", lambda fields: cls(**_made(fields)))
+            "links": {(sender, receiver): LinkSpeed(*numbers) for sender, receiver, *numbers in fields["links"]},
+            "skips": tuple(SkipBytes(source, target, tuple(size)) for source, target, size in fields["skips"]),
+        }
 
     def kind_of(self, device: str) -> str:
         """The kind of a device, which may also be called by its kind.
@@ -167,14 +153,11 @@ class Profile:
             ...     "cpu", "cpu", 20)
             3.0
         """
-        link = self._link(sender, receiver)
+        link = self.link(sender, receiver)
         return 0.0 if link is None else link.seconds(size)
 
-    def has_link(self, sender: str, receiver: str) -> bool:
-        """Whether it is known how fast values go between two kinds of device."""
-        return self._link(sender, receiver) is not None
-
-    def _link(self, sender: str, receiver: str) -> LinkSpeed | None:
+    def link(self, sender: str, receiver: str) -> LinkSpeed | None:
+        """How fast values go between two kinds of device, if the profile has that for one of the directions."""
         return self.links.get((sender, receiver)) or self.links.get((receiver, sender))
 
     def predict(
@@ -213,7 +196,22 @@ class Profile:
             >>> profile.predict(["cpu", "cpu"], balance=[1, 1], chunks=4, checkpoint="never").seconds
             15.0
         """
-        return plan_of_settings(self, devices, balance, chunks, schedule, checkpoint, memory, batch, optimizer)
+        positive_integers(chunks=chunks)
+        request = make_request(self, devices, memory, batch=batch, chunks=chunks, optimizer=optimizer)
+        cut = checked_tuple("balance", balance, "[3, 3]")
+        positive_integers(**{f"balance[{stage}]": each for stage, each in enumerate(cut)})
+        if sum(cut) != len(self.layers):
+            raise ValueError(f"balance is {list(cut)}, and the profile has {len(self.layers)} layers: wanted that sum")
+        made = replace(_schedule(schedule, len(request.devices), len(cut), chunks, checkpoint), skips=())
+        order = tuple(range(len(request.devices)))
+        candidate = evaluate(request, Choice(order, made.placement, chunks, cut, (), made))
+        notes = [
+            f"this does not fit: worker {worker} needs {memory_text(held.total, 'bytes')} and may hold "
+            f"{memory_text(held.limit, 'bytes')}"
+            for worker, held in enumerate(candidate.workers)
+            if not held.fits
+        ]
+        return plan_of(candidate, any_plan_bound(request), notes=notes)
 
     def at(self, rows: int) -> MicroBatchProfile:
         """Seconds and bytes for a micro-batch of some rows: measured, or on the line through the nearest two that were.
@@ -251,24 +249,27 @@ class Profile:
         return list(map(max, line, least if rows < measured[0] else column[-1]))
 
 
-def _made(fields: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a profile, of its fields in JSON."""
-    return {
-        "batch": fields["batch"],
-        "rows": tuple(fields["rows"]),
-        "layers": tuple(LayerInfo(*each) for each in fields["layers"]),
-        "bytes": tuple(tuple(LayerBytes(*each) for each in row) for row in fields["bytes"]),
-        "kinds": {
-            name: DeviceKind(
-                tuple(tuple(LayerSeconds(*each) for each in row) for row in kind["seconds"]),
-                tuple(kind["joined"]),
-                kind["memory"],
-                kind["estimated"],
+def _schedule(schedule: str | Schedule, workers: int, stages: int, chunks: int, checkpoint: str) -> Schedule:
+    """What a pipe runs: unlike a plan, it makes schedules by name for equal stages."""
+    modes = {"always": chunks, "except_last": chunks - 1, "never": 0}
+    if checkpoint not in modes:
+        raise ValueError(f"checkpoint is {checkpoint!r}: wanted one of {', '.join(map(repr, modes))}")
+    if isinstance(schedule, Schedule):
+        made = schedule
+    else:
+        spec = schedule_spec(schedule)
+        wanted = workers * spec.stages_per_worker
+        if stages != wanted and (stages % workers or not spec.several):
+            other = ", or another multiple of the devices" if spec.several else ""
+            raise ValueError(
+                f"balance has {counted(stages, 'stage')} for {counted(workers, 'device')}: schedule {schedule!r} wants "
+                f"{wanted}{other}"
             )
-            for name, kind in fields["kinds"].items()
-        },
-        "devices": fields["devices"],
-        "links": {(sender, receiver): LinkSpeed(*numbers) for sender, receiver, *numbers in fields["links"]},
-        "skips": tuple(SkipBytes(source, target, tuple(size)) for source, target, size in fields["skips"]),
-        "loss_inside": fields["loss_inside"],
-    }
+        made = build(schedule, workers=workers, chunks=chunks, stages_per_worker=stages // workers)
+    found = made.workers, made.stages, made.micro_batches
+    if found != (workers, stages, chunks):
+        raise ValueError(
+            f"schedule {made.name!r} is for (workers, stages, micro-batches) = {found}, and devices=, balance= and "
+            f"chunks= are for {workers, stages, chunks}"
+        )
+    return made if recomputed(made) else with_recompute(made, modes[checkpoint])

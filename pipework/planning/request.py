@@ -6,10 +6,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from pipework.planning.stages import StageSums
 from pipework.schedule import SCHEDULES, forward_only, schedule_spec
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
     from pipework.planning.profiles import Profile
 
 _MOST_COUNTS = 10  # of micro-batches
-_UNITS: Final = MappingProxyType(
-    {"": 1, "B": 1}
-    | {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
-    | {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
-)
 
 
 @dataclass(frozen=True)
@@ -66,6 +60,12 @@ class PlanRequest:
         """The kind of each device."""
         return tuple(map(self.profile.kind_of, self.devices))
 
+    @property
+    def sharing(self) -> dict[str, int]:
+        """The workers that share the memory of each device; a kind of device stands for devices of their own."""
+        count = Counter(self.devices)
+        return {name: count[name] if name in self.profile.devices else 1 for name in count}
+
 
 def make_request(
     profile: Profile,
@@ -97,8 +97,6 @@ def make_request(
         ValueError: there are no devices, more devices than layers, a device or limit is unknown, or a number is out of
             range.
     """
-    if isinstance(devices, str):
-        raise TypeError(f"devices is {devices!r}, one text: wanted a list, such as [{devices!r}]")
     places = tuple(map(str, checked_tuple("devices", devices, "['cuda:0']")))
     if not places:
         raise ValueError("devices is empty: give one for each worker, such as ['cuda:0', 'cuda:1']")
@@ -112,8 +110,14 @@ def make_request(
         counts = tuple(count for count in counts if rows // count >= least) or (max(1, rows // least),)
     else:
         counts = _given_chunks(rows, chunks)
-    limits = _limits(profile, places, memory)
-    return PlanRequest(profile, places, limits, rows, counts, float(optimizer), checked_schedules(schedules))
+    names = checked_schedules(schedules)
+    request = PlanRequest(profile, places, (inf,) * len(places), rows, counts, float(optimizer), names)
+    limits = []
+    for place, kind in zip(places, kinds, strict=True):
+        size: float | str | None = memory.get(place, memory.get(kind)) if isinstance(memory, Mapping) else memory
+        size = profile.kinds[kind].memory if size is None else size
+        limits.append(inf if size is None else memory_bytes(size, f"memory of {place}") / request.sharing[place])
+    return replace(request, limits=tuple(limits))
 
 
 def checked_schedules(schedules: Any) -> tuple[str, ...] | None:
@@ -129,8 +133,6 @@ def checked_schedules(schedules: Any) -> tuple[str, ...] | None:
     """
     if schedules is None:
         return None
-    if isinstance(schedules, str):
-        raise TypeError(f"schedules is {schedules!r}, one text: wanted a list, such as [{schedules!r}]")
     names = checked_tuple("schedules", schedules, "['1f1b']")
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise TypeError(f"schedules has {wrong[0]!r}: wanted names, such as '1f1b'")
@@ -172,11 +174,11 @@ def check_options(
     positive_integers(batch=rows)
     if chunks is not None:
         _given_chunks(rows, chunks)
-    if isinstance(optimizer, bool) or not isinstance(optimizer, int | float):
-        got = repr(optimizer) if isinstance(optimizer, str) else f"of type {type(optimizer).__name__}"
-        raise TypeError(f"optimizer is {got}: wanted how many numbers it keeps for each parameter, such as 2 for Adam")
-    if not 0 <= optimizer < inf:
-        raise ValueError(f"optimizer is {optimizer!r}: wanted a number of at least 0, such as 2 for Adam")
+    is_number = isinstance(optimizer, int | float) and not isinstance(optimizer, bool)
+    if not is_number or not 0 <= optimizer < inf:
+        got = repr(optimizer) if is_number or isinstance(optimizer, str) else f"of type {type(optimizer).__name__}"
+        text = f"optimizer is {got}: wanted a number of at least 0, those that it keeps for each parameter, such as 2"
+        raise ValueError(text) if is_number else TypeError(text)
     sizes = memory if isinstance(memory, Mapping) else {None: memory}
     for name, size in sizes.items():
         if name is not None and name not in names:
@@ -184,21 +186,6 @@ def check_options(
             raise ValueError(f"memory names {name!r}, which is none of the devices {known}, nor a kind of them")
         if size is not None:
             memory_bytes(size, "memory" if name is None else f"memory of {name}")
-
-
-def _limits(
-    profile: Profile, devices: Sequence[str], memory: float | str | Mapping[str, float | str] | None
-) -> tuple[float, ...]:
-    count = Counter(devices)
-    found = []
-    for device in devices:
-        kind = profile.kind_of(device)
-        size: float | str | None = memory.get(device, memory.get(kind)) if isinstance(memory, Mapping) else memory
-        if size is None:
-            size = profile.kinds[kind].memory
-        sharing = count[device] if device in profile.devices else 1
-        found.append(inf if size is None else memory_bytes(size, f"memory of {device}") / sharing)
-    return tuple(found)
 
 
 def _given_chunks(rows: int, chunks: Any) -> tuple[int, ...]:
@@ -248,11 +235,10 @@ def memory_bytes(amount: float | str, what: str = "memory") -> float:
         raise TypeError(f"{what} is {amount!r}: wanted a number of bytes, or a text such as '24GiB'")
     size = amount
     if isinstance(amount, str):
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)", amount.strip())
-        units = {name.lower(): factor for name, factor in _UNITS.items()}
-        if match is None or match[2].lower() not in units:
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*(?:(?:([kmgt])(i?))?b)?", amount.strip().lower())
+        if match is None:
             raise ValueError(f"{what} is {amount!r}: wanted a number and a unit, such as '24GiB', '500MB' or '1024'")
-        size = float(match[1]) * units[match[2].lower()]
+        size = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")
     if not 0 < float(size) < inf:
         raise ValueError(f"{what} is {amount!r}: wanted a finite amount above 0")
     return float(size)
@@ -265,6 +251,5 @@ def memory_size(size: float) -> str:
         >>> memory_size(1025), memory_size(20 * 2**20), memory_size(12)
         ('1.01KiB', '20MiB', '12B')
     """
-    names = [name for name in _UNITS if name == "B" or name.endswith("iB")]
-    unit = max((name for name in names if _UNITS[name] <= size), key=_UNITS.__getitem__, default="B")
-    return f"{math.ceil(100 * size / _UNITS[unit]) / 100:g}{unit}"
+    power = min(4, int(math.log2(max(1, size)) // 10))
+    return f"{math.ceil(100 * size / 1024**power) / 100:g}{' KMGT'[power].strip()}{'i' * (power > 0)}B"

@@ -10,13 +10,14 @@ What is best is the simulated step of a candidate.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice, permutations
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from pipework.planning.candidate import Candidate, Choice, evaluate, kinds_of
+from pipework.planning.candidate import Candidate, Choice, evaluate
 from pipework.planning.cuts import CutProblem, best_cuts
 from pipework.schedule import SCHEDULES, Costs, build, simulate
 from pipework.schedule.argument_checks import positive_integers
@@ -34,9 +35,6 @@ _VARIANTS = 8  # other cuts of each
 _PARTS = 4  # recomputation grows by this part of a stage's micro-batches
 # What is often the best with whole backwards or halves, with much memory or little.
 _PROMISING = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-1f1b")
-# What is done with the best candidate after the search takes about as long as so many candidates. That time is kept
-# free, but no more than this part of all seconds: with few of them the search is what they are for.
-_AFTER, _MOST_KEPT = 4, 0.25
 
 
 @dataclass
@@ -53,21 +51,15 @@ class SearchBudget:
     iterations: float = inf
     used: int = 0
     _start: float = field(default_factory=time.perf_counter)
-    _busy: float = 0.0
 
     def evaluated(self, request: PlanRequest, choice: Choice) -> Candidate:
         """Simulate one candidate more."""
-        begin = time.perf_counter()
-        found = evaluate(request, choice)
-        self._busy += time.perf_counter() - begin
         self.used += 1
-        return found
+        return evaluate(request, choice)
 
     def share(self) -> float:
         """How much is used, from 0 to 1 and more."""
-        after = min(_AFTER * self._busy / max(1, self.used), _MOST_KEPT * self.seconds)
-        elapsed = time.perf_counter() - self._start
-        return max((elapsed + after) / self.seconds, self.used / self.iterations)
+        return max((time.perf_counter() - self._start) / self.seconds, self.used / self.iterations)
 
     def part(self, share: float) -> SearchBudget:
         """A budget of a share of this one, which begins now."""
@@ -91,36 +83,28 @@ def checked_budget(seconds: float | None, iterations: int | None) -> SearchBudge
     return SearchBudget(seconds)
 
 
-class Shape(NamedTuple):
-    """How stages lie on workers: the worker of each stage, and the names of schedules that have this placement."""
+def choices(request: PlanRequest) -> list[Choice]:
+    """All choices of a schedule by name, without a cut: promising ones first, in case that there is no time for all.
 
-    placement: tuple[int, ...]
-    schedules: tuple[str, ...]
-
-
-def shapes(workers: int, layers: int, allowed: Sequence[str] | None = None) -> list[Shape]:
-    """The ways in which stages may lie on some workers, if each stage has a layer.
-
-    Args:
-        workers: their number.
-        layers: their number.
-        allowed: names of schedules; None: all.
-
-    Example:
-        >>> [shape.placement for shape in shapes(2, 4)]
-        [(0, 1), (0, 1, 0, 1), (0, 1, 1, 0)]
+    Each stage has a layer at least.
     """
-    found: dict[tuple[int, ...], list[str]] = {}
-    for name, spec in SCHEDULES.items():
-        if name in ("fill-drain", "forward-only") or (allowed is not None and name not in allowed):
-            continue
-        for each in range(1, _MOST_STAGES + 1) if spec.several else (spec.stages_per_worker,):
-            if each * workers > layers or (each % 2 and spec.placement is wave_placement):
-                continue
-            if spec.several and each == 1 and spec.placement is loop_placement and workers > 1:
-                continue  # schedules of one stage are there by their own names
-            found.setdefault(spec.placement(workers, each), []).append(name)
-    return [Shape(each, tuple(found[each])) for each in sorted(found, key=lambda each: (len(each), each))]
+    layers, wanted = len(request.profile.layers), 4 * len(request.devices)
+    allowed = request.schedules or [name for name in SCHEDULES if name not in ("fill-drain", "forward-only")]
+    found: list[tuple[tuple[object, ...], Choice]] = []
+    for place, order in enumerate(orders(request)):
+        for name in allowed:
+            spec = SCHEDULES[name]
+            for each in range(1, _MOST_STAGES + 1) if spec.several else (spec.stages_per_worker,):
+                if each * len(order) > layers or (each % 2 and spec.placement is wave_placement):
+                    continue
+                if spec.several and each == 1 and spec.placement is loop_placement and len(order) > 1:
+                    continue  # schedules of one stage are there by their own names
+                placement = spec.placement(len(order), each)
+                later = name not in _PROMISING or each > 2
+                for count in request.chunks:
+                    key = later, abs(count - wanted), count, place, len(placement), placement
+                    found.append((key, Choice(order, placement, count, (), (0,) * len(placement), name)))
+    return [choice for _, choice in sorted(found, key=lambda pair: pair[0])]
 
 
 def orders(request: PlanRequest) -> list[tuple[int, ...]]:
@@ -147,12 +131,10 @@ def orders(request: PlanRequest) -> list[tuple[int, ...]]:
     for count in range(len(given), 0, -1):
         if count < len(given) and speed[kinds[by_speed[count]]] == speed[kinds[by_speed[0]]]:
             break  # all that are left are equally fast
-        fastest = sorted(by_speed[:count])
+        fastest = by_speed[:count]
         by_limit = sorted(fastest, key=lambda i: limits[i])
-        quickest = by_speed[:count]
-        first = [fastest, quickest, quickest[::-1], by_limit, by_limit[::-1]]
-        more = {tuple(alike[i] for i in each): each for each in islice(permutations(fastest), 5000)}
-        for order in (*first, *islice(more.values(), _ORDERS)):
+        more = {tuple(alike[i] for i in each): each for each in islice(permutations(sorted(fastest)), 5000)}
+        for order in (sorted(fastest), fastest, fastest[::-1], by_limit, by_limit[::-1], *[*more.values()][:_ORDERS]):
             found.setdefault(tuple(alike[i] for i in order), tuple(order))
     return list(found.values())
 
@@ -175,7 +157,7 @@ class Search:
 
     def run(self) -> Candidate:
         """The best candidate within the budget; one that does not fit if none does."""
-        for choice in self._choices():
+        for choice in choices(self._request):
             if self._winner is not None and self._budget.share() > (0.4 if self._winner.fits else 0.9):
                 break
             self._take(self._fitted(choice))
@@ -186,23 +168,6 @@ class Search:
             if not self._winner.fits:
                 self._improve(candidate, 1.0)
         return self._winner
-
-    def _choices(self) -> Iterator[Choice]:
-        """All choices that have a name, without a cut; promising ones first, in case that there is no time for all."""
-        request = self._request
-        layers, wanted = len(request.profile.layers), 4 * len(request.devices)
-        counts = sorted(request.chunks, key=lambda count: abs(count - wanted))
-        choices = [
-            (order, shape.placement, name)
-            for order in orders(request)
-            for shape in shapes(len(order), layers, request.schedules)
-            for name in shape.schedules
-        ]
-        for promising in (True, False):
-            for count in counts:
-                for order, placement, name in choices:
-                    if promising == (name in _PROMISING and len(placement) <= 2 * len(order)):
-                        yield Choice(order, placement, count, (), (0,) * len(placement), name)
 
     def _take(self, candidate: Candidate) -> None:
         """Remembers a candidate, and tells of it if it is the best of all."""
@@ -251,20 +216,20 @@ class Search:
     def _problem(self, choice: Choice) -> CutProblem:
         """The layers to be cut: their seconds with recomputation, and their bytes with what is in flight."""
         request, sums, chunks = self._request, self._request.sums(choice.chunks), choice.chunks
-        seconds, memory = dict[tuple[str, int], list[float]](), dict[tuple[float, int], list[float]]()
-        kinds, in_flight = kinds_of(request, choice.order, choice.placement), self._peaks(choice)
-        for kind, most, count in zip(kinds, in_flight, choice.recomputed, strict=True):
-            again = count / chunks
-            if (kind, count) not in seconds:
-                seconds[kind, count] = sums.layer_seconds(kind, again=again)
-            if (most, count) not in memory:
-                held = 1 + (most - 1) * (1 - again) if count else most
-                rows = zip(sums.fixed, sums.activations, strict=True)
-                memory[most, count] = [fixed + held * each for fixed, each in rows]
+
+        @cache  # stages that are alike share a row, which is added up once
+        def seconds(kind: str, count: int) -> list[float]:
+            return sums.layer_seconds(kind, again=count / chunks)
+
+        @cache
+        def memory(in_flight: float, count: int) -> list[float]:
+            held = 1 + (in_flight - 1) * (1 - count / chunks) if count else in_flight
+            return [fixed + held * each for fixed, each in zip(sums.fixed, sums.activations, strict=True)]
+
         return CutProblem(
             choice.placement,
-            [seconds[key] for key in zip(kinds, choice.recomputed, strict=True)],
-            [memory[key] for key in zip(in_flight, choice.recomputed, strict=True)],
+            list(map(seconds, choice.kinds(request), choice.recomputed)),
+            list(map(memory, self._peaks(choice), choice.recomputed)),
             [request.limits[device] for device in choice.order],
         )
 

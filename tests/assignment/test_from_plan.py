@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipework import Pipe, Plan, pop, skippable, stash
-from pipework.assignment.from_plan import layer_infos
+from pipework.assignment.from_plan import layer_info
 from pipework.planning import Profile, profile
 from pipework.planning.plan_profile import plan_profile
 from pipework.schedule.edges import recomputed
@@ -32,7 +32,7 @@ def layers() -> nn.Sequential:
 def measured() -> Profile:
     """A profile of `layers()` for two kinds of device, neither of which is here."""
     found = made([1, 1, 1, 3, 2, 3, 1, 1], batch=ROWS, speeds={"fast": 4.0, "slow": 1.0}, kept=[1000] * 8)
-    return replace(found, layers=tuple(layer_infos(layers())))
+    return replace(found, layers=tuple(layer_info(str(n), layer) for n, layer in enumerate(layers())))
 
 
 def planned(
@@ -151,17 +151,20 @@ def test_another_model_is_refused(measured: Profile) -> None:
         with pytest.raises(ValueError, match=words):
             Pipe(module, plan=plan, loss_fn=distance, devices=["cpu", "cpu"])
 
-    refused(layers()[:-1], "the plan is for a model of 8 layers, and this one has 7: plan this model")
+    refused(
+        layers()[:-1],
+        "the plan is for another model: layer 7 was .*, and is None here; plan this model",
+    )
     wider = layers()
     wider[0] = nn.Linear(WIDTH, WIDTH, bias=False)
-    refused(wider, "another model: layer 0 was .*weights=288.*, and is .*weights=256")
+    refused(wider, "for another model: layer 0 was .*weights=288.*, and is .*weights=256")
     other = layers()
     other[1] = nn.ReLU()
-    refused(other, "another model: layer 1 was .*'Tanh'.*, and is .*'ReLU'")
+    refused(other, "for another model: layer 1 was .*'Tanh'.*, and is .*'ReLU'")
     renamed = nn.Sequential()
     for index, layer in enumerate(layers()):
         renamed.add_module(f"layer{index}", layer)
-    refused(renamed, "another model: layer 0 was .*name='0'.*, and is .*name='layer0'")
+    refused(renamed, "for another model: layer 0 was .*name='0'.*, and is .*name='layer0'")
 
 
 def test_what_is_no_plan_is_refused(measured: Profile) -> None:
@@ -175,6 +178,6 @@ def test_what_is_no_plan_is_refused(measured: Profile) -> None:
 def test_frozen_parameters_are_seen() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     module[0].bias.requires_grad_(False)
-    first, second = layer_infos(module)
+    first, second = (layer_info("", layer) for layer in module)
     assert (first.weights, first.trained, first.buffers) == (24, 16, 0)
     assert second.buffers == sum(buffer.nbytes for buffer in module[1].buffers())

@@ -181,7 +181,7 @@ def test_cpu_workers_are_timed_with_their_share_of_the_threads():
     [
         ({"device": "cpu", "devices": ["cpu", "cpu"]}, ValueError, "either device=.* or devices="),
         ({"devices": ["cpu"]}, IndexError, r"too few devices .*devices: 1, partitions: 2"),
-        ({"devices": "cpu"}, TypeError, r"must be a list .*\['cpu'\]\?"),
+        ({"devices": "cpu"}, TypeError, "must be a list with the device of each partition, got 'cpu'"),
     ],
 )
 def test_devices_that_do_not_fit_are_refused(arguments, error, message):

@@ -38,14 +38,11 @@ def named_limits(text: str) -> Any:
         (SHARED, ["cpu", "cpu", "device"], {"cpu": 500, "device": 700}),
     ],
 )
-@pytest.mark.parametrize("batch", [8, 64])
-def test_a_refused_limit_is_answered_with_one_that_does(
-    profile: Profile, devices: list[str], memory: Any, batch: int
-) -> None:
+def test_a_refused_limit_is_answered_with_one_that_does(profile: Profile, devices: list[str], memory: Any) -> None:
     with pytest.raises(ValueError) as refused:  # noqa: PT011
-        planned(profile, devices, memory, batch=batch, iterations=20)
+        planned(profile, devices, memory, iterations=20)
     limits = named_limits(str(refused.value))
-    plan = planned(profile, devices, limits, batch=batch, iterations=20)
+    plan = planned(profile, devices, limits, iterations=20)
     assert all(each.fits for each in plan.workers)
 
 
@@ -54,22 +51,16 @@ def test_only_limits_that_lack_are_raised() -> None:
         planned(TWO_KINDS, ["a", "b"], {"a": 2000, "b": 1300}, schedules=["1f1b"])
     limits = named_limits(str(refused.value))
     assert list(limits) == ["a", "b"]
-    unlimited = "fits with the limits {'b': "
-    with pytest.raises(ValueError, match=r"layer 0 .* largest limit") as refused:
+    with pytest.raises(ValueError, match="fits with a limit of"):  # both devices are alike: a number
         planned(replace(TWO_KINDS, links={}), ["b", "b"], {"b": 100})
-    assert unlimited not in str(refused.value)  # both devices are alike: a number
 
 
 def test_the_device_that_lacks_is_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"needs 3.6\d KiB on worker 1 \(device\), which may hold 3.42 KiB \(\d.\d+% too"
-    ):
+    text = r"worker 1 \(device\) needs 3.6\d KiB and may hold 3.42 KiB \(\d.\d+% too much\)"
+    with pytest.raises(ValueError, match=text):
         planned(HEAVY, memory=3500)
 
 
 def test_workers_of_one_device_share_its_limit() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"1.56 KiB for each of 2 workers; .* a limit of 3.\d+KiB, of which the 2 workers on cpu have equal",
-    ):
+    with pytest.raises(ValueError, match=r"a limit of 3.\d+KiB, which workers of one device share evenly"):
         planned(SHARED, ["cpu", "cpu"], 2000)

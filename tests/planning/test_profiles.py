@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from pipework.planning.layer_costs import DeviceKind, LayerSeconds, LinkSpeed
+from pipework import Pipe, Plan
+from pipework.planning.layer_costs import DeviceKind, LayerSeconds
 from pipework.planning.profiles import Profile
+from pipework.planning.request import make_request
+from pipework.schedule import build, spread_evenly, with_recompute_on_stages
 from tests.planning.made_profiles import damaged, made
+from tests.planning.test_search import UNEVEN, named
 
 
 def test_times_between_sizes_lie_on_a_line() -> None:
@@ -39,28 +45,6 @@ def test_devices_are_known_by_name_and_by_kind() -> None:
         profile.at(0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rows": (8, 1)}, r"rows is \[8, 1\]: wanted ascending"),
-        ({"rows": ()}, "one of them is empty"),
-        ({"rows": (1,)}, "are not 1 rows x 2 layers"),
-        ({"devices": {"cuda:0": "unknown"}}, "which are none of its kinds: 'device'"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(changes: dict[str, object], message: str) -> None:
-    profile = made([1.0, 2.0])
-    fields = {name: getattr(profile, name) for name in ("batch", "rows", "layers", "bytes", "kinds")}
-    with pytest.raises(ValueError, match=message):
-        Profile(**{**fields, **changes})
-
-
-@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
-def test_numbers_are_finite_and_not_negative(number: float) -> None:
-    with pytest.raises(ValueError, match="wanted finite numbers of at least 0"):
-        made([1.0, number])
-
-
 def test_copies_and_pickles() -> None:
     profile = made([1.0])
     assert pickle.loads(pickle.dumps(profile)) == profile == copy.deepcopy(profile)
@@ -82,11 +66,6 @@ def test_larger_micro_batches_take_no_less_than_the_largest_that_was_measured() 
     assert profile.at(100).seconds["device"][0] == (1.0, 1.0, 1.0)
 
 
-def test_links_have_a_finite_speed() -> None:
-    with pytest.raises(ValueError, match=r"numbers of the link .* have inf"):
-        replace(made([1.0]), links={("device", "device"): LinkSpeed(0.0, float("inf"))})
-
-
 # Files
 
 
@@ -96,50 +75,40 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert Profile.load(tmp_path / "profile.json") == profile
 
 
-def test_other_files_are_named(tmp_path: Path) -> None:
+def test_other_files_and_missing_fields_are_named(tmp_path: Path) -> None:
     file = tmp_path / "file.json"
-    for text, message in {
-        "{": "file.json is not JSON",
-        "[]": "is no profile: wanted an object of format 'pipework profile 1'",
-        '{"format": "pipework plan 1"}': "is no profile: wanted an object of format",
-        '{"format": "pipework profile 1"}': "is no profile: it has no 'batch'",
-    }.items():
+    made([1.0]).save(file)
+    fields = json.loads(file.read_text())
+    texts = {
+        "[]": "wanted an object of format 'pipework profile 1'",
+        '{"format": "pipework plan 1"}': "wanted an object",
+    }
+    for name in fields.keys() - {"format"}:
+        texts[json.dumps({key: value for key, value in fields.items() if key != name})] = f"it has no '{name}'"
+    for text, message in texts.items():
         file.write_text(text)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"file.json is no profile: {message}"):
             Profile.load(file)
-
-
-@pytest.mark.parametrize("name", ["layers", "bytes", "kinds", "links", "skips", "rows", "batch", "loss_inside"])
-def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
-    made([1.0]).save(tmp_path / "profile.json")
-    fields = json.loads((tmp_path / "profile.json").read_text())
-    del fields[name]
-    (tmp_path / "profile.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=f"is no profile: it has no '{name}'"):
-        Profile.load(tmp_path / "profile.json")
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
         (["batch"], -1, "batch is -1"),
-        (["batch"], "16", "batch is '16', a str"),
-        (["rows"], [], "one of them is empty"),
+        (["rows"], [8, 1], r"rows is \[8, 1\]: wanted ascending"),
+        (["rows"], [1], "are not 1 rows x 4 layers"),
         (["rows"], ["a", "b"], r"rows\[0\] is 'a', a str"),
         (["layers"], [], "one of them is empty"),
-        (["layers", 0], ["a"], "LayerInfo.* missing"),
         (["layers", 0, 2], -5, "bytes of the layers have -5"),
         (["bytes", 0, 0, 0], "x", "bytes of the profile have 'x'"),
         (["bytes", 0, 0], [1], "LayerBytes.* missing"),
         (["kinds"], {}, "one of them is empty"),
         (["kinds", "device", "seconds", 0, 0, 0], -1, "seconds of 'device' of the profile have -1"),
         (["kinds", "device", "seconds", 0, 0, 0], float("nan"), "seconds of 'device' of the profile have nan"),
-        (["kinds", "device", "seconds", 0, 0, 0], None, "seconds of 'device' of the profile have None"),
         (["kinds", "device", "memory"], "24GiB", "times and memory of 'device' have '24GiB'"),
         (["kinds", "device", "joined"], [], "'device' has joined=.*: wanted three numbers"),
         (["devices"], {"cpu": "x"}, r"kinds \['x'\], which are none of its kinds: 'device'"),
-        (["links"], [["a", "b", 1, 2]], r"kinds \['a', 'b'\], which are none of its kinds"),
-        (["links"], [["device", "device", -1, 2]], "numbers of the link .* have -1"),
+        (["links"], [["device", "device", 0, float("inf")]], "numbers of the link .* have inf"),
         (["links"], [["device", "device", 1, 0]], "has no bytes_per_second"),
         (["links"], [["device"]], "not enough values"),
         (["skips"], [[0, 99, [1, 1]]], "which does not go with its layers and rows"),
@@ -149,3 +118,72 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
 def test_a_damaged_file_is_refused(tmp_path: Path, path: list[Any], value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"profile.json is no profile: .*{message}"):
         Profile.load(damaged(made([1.0] * 4), tmp_path / "profile.json", path, value))
+
+
+# Settings of one's own
+
+
+PROFILE = made(UNEVEN, kept=[40] * 8, transfer=0.01)
+TWO = ["device", "device"]
+
+
+def settings(**options: Any) -> Plan:
+    return PROFILE.predict(**{"devices": TWO, "balance": [4, 4], "chunks": 8, **options})
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_costs_are_those_by_which_plans_are_found(schedule: str) -> None:
+    plan = settings(balance=[3, 5], schedule=schedule, checkpoint="never")
+    found = named(make_request(PROFILE, TWO, chunks=8), [3, 5], schedule)
+    assert (plan.seconds, plan.workers) == (found.seconds, found.workers)
+    assert plan.certificate.any_bound <= plan.certificate.schedule_bound <= plan.seconds
+
+
+@pytest.mark.parametrize(
+    ("schedule", "balance", "checkpoint"),
+    [
+        ("gpipe", [3, 5], "except_last"),
+        ("1f1b", [3, 5], "always"),
+        ("zb-v", [2, 2, 2, 2], "never"),
+        ("interleaved-1f1b", [1, 2, 1, 2, 1, 1], "except_last"),
+    ],
+)
+def test_the_schedule_is_that_of_a_pipe(schedule: str, balance: list[int], checkpoint: str) -> None:
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    options: dict[str, Any] = {"balance": balance, "schedule": schedule, "checkpoint": checkpoint}
+    pipe = Pipe(layers, 8, devices=["cpu", "cpu"], loss_fn=nn.functional.mse_loss, **options)
+    predicted = pipe.predict(torch.zeros(8, 2), target=torch.zeros(8, 2), timeout=0).simulation.schedule
+    assert settings(**options).schedule == predicted
+
+
+def test_schedules_of_ones_own() -> None:
+    own = with_recompute_on_stages(build("1f1b", workers=2, chunks=8), [spread_evenly(4, 8), frozenset()])
+    assert settings(schedule=own).schedule == own
+    assert settings(schedule=build("1f1b", workers=2, chunks=8)) == settings(schedule="1f1b")
+
+
+def test_what_does_not_fit_is_noted() -> None:
+    plan = settings(memory=2000, checkpoint="never")
+    assert [held.fits for held in plan.workers] == [False, False]
+    assert plan.notes[0] == "this does not fit: worker 0 needs 2.84 KiB and may hold 1.95 KiB"
+    assert Plan.from_json(plan.to_json(), "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"devices": ["gpu"] * 2}, ValueError, "no times for device 'gpu'"),
+        ({"balance": 4}, TypeError, "balance is 4"),
+        ({"balance": [8, 0]}, ValueError, r"balance\[1\] is 0"),
+        ({"balance": [4, 5]}, ValueError, r"balance is \[4, 5\], and the profile has 8 layers: wanted that sum"),
+        ({"balance": [2, 2, 4]}, ValueError, "balance has 3 stages for 2 devices: schedule 'gpipe' wants 2$"),
+        ({"balance": [2, 2, 4], "schedule": "interleaved-1f1b"}, ValueError, "wants 4, or another multiple"),
+        ({"chunks": [4, 8]}, TypeError, r"chunks is \[4, 8\], a list"),
+        ({"checkpoint": "some"}, ValueError, "checkpoint is 'some': wanted one of 'always', 'except_last', 'never'"),
+        ({"schedule": "forward-only"}, ValueError, "'forward-only' has no backwards"),
+        ({"schedule": build("1f1b", workers=2, chunks=4)}, ValueError, r"is for .* = \(2, 2, 4\), and devices="),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        settings(**options)

@@ -26,7 +26,7 @@ from pipework.schedule import validate
 
 SCHEDULES = ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "v-half", "v-min", "dualpipe-v", "hanayo"]
 REFUSALS = re.compile(
-    r"no plan fits: .* and fits with|a plan was found that fits with|there are \d devices and|chunks is \d+, and|"
+    r"no plan fits: .* it fits with|there are \d devices and|chunks is \d+, and|"
     r"have several stages for each worker"
 )
 IN_TIER = 4  # groups of seeds

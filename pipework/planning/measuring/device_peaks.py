@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pipework.planning.measuring.stage_copy import Need
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Sequence
 
     import torch
 
     from pipework.planning.measuring.stage_copy import ActionBytes
-    from pipework.schedule import Action, Interval, Timeline
-
-
-class Held(NamedTuple):
-    """Bytes of weights and of gradients."""
-
-    weights: int
-    gradients: int
-
-
-class Peak(NamedTuple):
-    """The most that a device holds at one moment.
-
-    Attributes:
-        total: bytes, without what is there before the step.
-        held: the weights and gradients among them.
-    """
-
-    total: int
-    held: Held
-
-
-_NOTHING = Held(0, 0)
+    from pipework.schedule import Interval, Timeline
 
 
 def device_peaks(
-    timeline: Timeline,
-    measured: Sequence[ActionBytes],
-    devices: Sequence[torch.device],
-    outputs: Sequence[int] = (),
-    held: Mapping[Action, Held] | None = None,
-) -> dict[torch.device, Peak]:
+    timeline: Timeline, measured: Sequence[ActionBytes], devices: Sequence[torch.device], outputs: Sequence[int] = ()
+) -> dict[torch.device, int]:
     """Follows the timeline, and adds up on each device what actions need, graphs hold and messages bring.
 
     A message lies on the receiver's device from the end of the action that sends it to the end of the backward that
@@ -57,13 +31,11 @@ def device_peaks(
         devices: of each stage.
         outputs: if the loss is outside, the bytes of each micro-batch's output: they are joined, and the joined output
             gets a gradient.
-        held: during each action, weights and gradients on its device, beside the gradients of the stages whose backward
-            has begun. None: nothing.
 
     Returns:
-        The peak of each device.
+        The bytes of each device at its peak, without what is there before the step.
     """
-    memory = _Memory(measured, devices, timeline.intervals, outputs, held or {})
+    memory = _Memory(measured, devices, timeline.intervals, outputs)
     moments: list[tuple[float, int, Interval]] = []
     for interval in timeline.intervals:
         moments.append((interval.start, 1, interval))
@@ -75,7 +47,11 @@ def device_peaks(
 
 
 class _Memory:
-    """The memory of the devices while the timeline passes."""
+    """The memory of the devices while the timeline passes.
+
+    Attributes:
+        peak: of each device, so far.
+    """
 
     def __init__(
         self,
@@ -83,19 +59,14 @@ class _Memory:
         devices: Sequence[torch.device],
         intervals: Sequence[Interval],
         outputs: Sequence[int],
-        held: Mapping[Action, Held],
     ) -> None:
-        self._measured, self._devices, self._outputs, self._of_actions = measured, devices, outputs, held
+        self._measured, self._devices, self._outputs = measured, devices, outputs
         self._recomputed = {each.action[1:3] for each in intervals if each.action.kind == "R"}
         self._kept: dict[tuple[Hashable, int, int], int] = {}  # by what it is, stage and micro-batch
         self._live: dict[torch.device, int] = defaultdict(int)  # the sum of that
         self._needed: dict[torch.device, dict[Interval, Need]] = defaultdict(dict)  # by the actions that run now
-        self._held: dict[torch.device, Held] = {}
-        self._gradients: dict[torch.device, int] = defaultdict(int)
-        self._has_gradients: set[int] = set()
         self._copied: set[int] = set()
-        self._waiting: set[tuple[int, int]] = set()  # whose W needs the input
-        self.peak: dict[torch.device, Peak] = defaultdict(lambda: Peak(0, _NOTHING))
+        self.peak: dict[torch.device, int] = defaultdict(int)
         # For each stage that stashes, the skip and the stage that pops it, the lowest one of each device: that goes
         # backward last, and the others of the device pop the same tensor.
         self._sources: dict[Hashable, int] = {key: stage for stage, one in enumerate(measured) for key in one.stashed}
@@ -109,17 +80,16 @@ class _Memory:
 
     def begin(self, kind: str, stage: int, micro_batch: int, interval: Interval) -> None:
         """An action begins."""
-        one, device = self._measured[stage], self._devices[stage]
-        later = stage in self._has_gradients
+        one = self._measured[stage]
+        later = ("gradients", stage, 0) in self._kept
         need = one.forward if kind in "FR" else (one.weight if kind == "W" else one.backward)[later]
         if kind == "F" and (stage, micro_batch) in self._recomputed:
             # The first one runs on a copy of its input, see `StageRun`.
             more = one.clones + (0 if stage in self._copied else one.given)
             self._copied.add(stage)
             need = Need(need.most + more, need.mean + more)
-        self._needed[device][interval] = need
-        self._held[device] = self._of_actions.get(interval.action, _NOTHING)
-        self._see(device)
+        self._needed[self._devices[stage]][interval] = need
+        self._see()
 
     def end(self, kind: str, stage: int, micro_batch: int, interval: Interval) -> None:
         """An action ends: its results are kept, and what only this action still needed is freed."""
@@ -143,11 +113,11 @@ class _Memory:
             self._keep("graph", stage, micro_batch, graph)
         if kind in "BI":
             waits = kind == "I" and one.input_waits > 0
-            if waits:
-                self._waiting.add((stage, micro_batch))
             self._free(stage, micro_batch, "graph", "gradient", *(() if waits else ("input",)))
-            if shares and (stage + 1, micro_batch) in self._waiting:  # the output that the next stage has not copied
+            if shares and ("input waits", stage + 1, micro_batch) in self._kept:  # the output, which was not copied
                 self._keep("input", stage + 1, micro_batch, self._measured[stage + 1].given)
+            if waits:
+                self._keep("input waits", stage, micro_batch, 0)
             if stage:
                 self._keep("gradient", stage - 1, micro_batch, one.returned)
             for key, (_, gradient) in one.popped.items():
@@ -157,23 +127,16 @@ class _Memory:
         if kind == "I":
             self._keep("waiting", stage, micro_batch, one.waiting)
         if kind in "BW":
-            self._waiting.discard((stage, micro_batch))
-            self._free(stage, micro_batch, "waiting", "input")
-            if stage not in self._has_gradients:
-                self._has_gradients.add(stage)
-                self._keep("gradients", stage, 0, one.gradients)
-                self._gradients[device] += one.gradients
-        for each in {*self._devices}:
-            self._see(each)
+            self._free(stage, micro_batch, "waiting", "input", "input waits")
+            self._keep("gradients", stage, 0, one.gradients)
+        self._see()
 
-    def _see(self, device: torch.device) -> None:
+    def _see(self) -> None:
         """Counts one of the running actions with the most that it needs, and the others with their average."""
-        needs = self._needed[device].values()
-        at_once = sum(need.mean for need in needs) + max((need.most - need.mean for need in needs), default=0)
-        held = self._held.get(device, _NOTHING)
-        total = self._live[device] + at_once + held.weights + held.gradients
-        if total > self.peak[device].total:
-            self.peak[device] = Peak(total, Held(held.weights, held.gradients + self._gradients[device]))
+        for device in {*self._devices}:
+            needs = self._needed[device].values()
+            at_once = sum(need.mean for need in needs) + max((need.most - need.mean for need in needs), default=0)
+            self.peak[device] = max(self.peak[device], self._live[device] + at_once)
 
     def _keep(self, what: Hashable, stage: int, micro_batch: int, size: int) -> None:
         self._free(stage, micro_batch, what)

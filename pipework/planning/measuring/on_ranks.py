@@ -1,14 +1,14 @@
 """A plan for workers that are processes: each measures its own device and link, the first plans, and all get the plan.
 
-A rank cannot be given another place in its mesh, so the order of the devices stays as it is. Ranks with the same device
-are one kind of device, unless one of them is slower than the others.
+A rank cannot be given another place in its mesh, so the order of the devices stays as it is. Each worker is a kind of
+device of its own, which is called "rank 0" and so on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipework.distributed.mesh import Mesh
-    from pipework.planning.layer_costs import DeviceKind
     from pipework.planning.search import SearchBudget
 
 _SMALL, _LARGE = 2**10, 2**22  # numbers of 4 bytes
 _TIMES = 7
-_ALIKE = 1.2  # how much longer the layers may take on a device that counts as one of the same kind
 
 
 def plan_on_ranks(
@@ -69,76 +67,38 @@ def plan_on_ranks(
     links = _measured_links(pipe)
     measured = run_on_all_ranks(group, "measure the layers", lambda: measure(device, workers), Profile.to_json).shared
     found = [Profile.from_json(text, f"of rank {n}") for n, text in enumerate(measured)]
-    whole = profile_of_ranks(found, group.everyone, workers, links)
-    if isinstance(memory, Mapping):
-        memory = memory_of_ranks(memory, found[:workers], group.everyone)
+    whole = profile_of_ranks(found, group.everyone, links)
+    if isinstance(memory, Mapping):  # by rank, or by the device that the rank has
+        kinds = [next(iter(each.kinds)) for each in found[:workers]]
+        by_kind = {name: memory[kind] for name, kind in zip(whole.kinds, kinds, strict=True) if kind in memory}
+        memory = by_kind | {name: size for name, size in memory.items() if name not in kinds}
 
     def planned() -> str:
         if group.rank:
             return ""
-        devices = [f"rank {rank}" for rank in group.everyone[:workers]]
-        request = replace(make_request(whole, devices, memory, **options), keeps_order=True)
+        request = replace(make_request(whole, list(whole.kinds), memory, **options), keeps_order=True)
         return best_plans(request, budget.part(1.0), report)[0].to_json()
 
     text = run_on_all_ranks(group, "make a plan", planned, str).shared[0]
     return Plan.from_json(text, "of rank 0")
 
 
-def memory_of_ranks(
-    memory: Mapping[str, float | str], profiles: Sequence[Profile], ranks: Sequence[int]
-) -> dict[str, float | str]:
-    """Limits by rank instead of by kind of device, since ranks with the same device may become kinds of their own.
-
-    Args:
-        memory: limits by rank, by kind of device, or by kind as the profile of all ranks calls it.
-        profiles: of each rank.
-        ranks: their numbers.
-    """
-    kinds = [next(iter(profile.kinds)) for profile in profiles]
-    by_kind = {f"rank {rank}": memory[kind] for rank, kind in zip(ranks, kinds, strict=False) if kind in memory}
-    return {**by_kind, **{name: size for name, size in memory.items() if name not in kinds}}
-
-
-def profile_of_ranks(
-    profiles: Sequence[Profile], ranks: Sequence[int], workers: int, links: Sequence[LinkSpeed]
-) -> Profile:
-    """One profile of what all ranks have measured.
-
-    Workers with the same device are one kind, with the times of the one in the middle; a worker that is slower than the
-    fastest of them is a kind of its own.
+def profile_of_ranks(profiles: Sequence[Profile], ranks: Sequence[int], links: Sequence[LinkSpeed]) -> Profile:
+    """One profile of what all ranks have measured; a worker is as fast as the slowest of its replicas.
 
     Args:
         profiles: of each rank, replica by replica.
         ranks: their numbers.
-        workers: of one replica.
         links: from each worker to the next.
     """
-    slowest = [max(profiles[worker::workers], key=_seconds) for worker in range(workers)]
-    names: list[str] = []
-    for worker, profile in enumerate(slowest):
-        (name,) = profile.kinds
-        fastest = min(_seconds(each) for each in slowest if name in each.kinds)
-        alike = _seconds(profile) <= _ALIKE * fastest
-        names.append(name if alike else f"{name} of rank {ranks[worker]}")
-    kinds: dict[str, DeviceKind] = {}
-    for name in dict.fromkeys(names):
-        same = sorted((each for each, own in zip(slowest, names, strict=True) if own == name), key=_seconds)
-        (kinds[name],) = same[len(same) // 2].kinds.values()
+    names = [f"rank {rank}" for rank in ranks[: len(links) + 1]]
+    slowest = (max(profiles[worker :: len(names)], key=_seconds) for worker in range(len(names)))
+    kinds = {name: next(iter(each.kinds.values())) for name, each in zip(names, slowest, strict=True)}
     speeds: dict[tuple[str, str], LinkSpeed] = {}
-    for pair in [*pairwise(names), *((a, b) for a in kinds for b in kinds)]:
-        both = [link for link, ends in zip(links, pairwise(names), strict=True) if {*ends} == {*pair}]
-        if links and pair[::-1] not in speeds:  # workers that are no neighbours have the slowest link
-            speeds[pair] = _worst(both or links)
-    return replace(
-        profiles[0],
-        kinds=kinds,
-        devices={f"rank {rank}": name for rank, name in zip(ranks, names, strict=False)},
-        links=speeds,
-    )
-
-
-def _worst(links: Sequence[LinkSpeed]) -> LinkSpeed:
-    return LinkSpeed(max(link.latency for link in links), min(link.bytes_per_second for link in links))
+    if links:  # workers that are no neighbours have the slowest link
+        worst = LinkSpeed(max(link.latency for link in links), min(link.bytes_per_second for link in links))
+        speeds = dict.fromkeys(combinations(names, 2), worst) | dict(zip(pairwise(names), links, strict=True))
+    return replace(profiles[0], kinds=kinds, devices={}, links=speeds)
 
 
 def _seconds(profile: Profile) -> float:

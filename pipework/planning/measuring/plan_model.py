@@ -11,6 +11,7 @@ import copy
 import functools
 import time
 import warnings
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 import pipework
 from pipework.assignment.balance import not_sequential
-from pipework.assignment.devices import Machine, checked_devices, default_devices
+from pipework.assignment.devices import chosen_devices
 from pipework.planning.certificate import certify
 from pipework.planning.measuring.links import device_kind
 from pipework.planning.measuring.on_ranks import plan_on_ranks
@@ -32,22 +33,21 @@ from pipework.planning.measuring.profile import checked_report, grouped, micro_b
 from pipework.planning.measuring.sample_batch import SampleBatch
 from pipework.planning.measuring.stage_copy import now, traceless
 from pipework.planning.plan import Plan, WorkerBytes
-from pipework.planning.plan_profile import best_plans, limits_that_fit
+from pipework.planning.plan_profile import best_plans, no_plan_fits
 from pipework.planning.profiles import Profile
 from pipework.planning.request import check_options, checked_schedules, make_request
 from pipework.planning.search import checked_budget
 from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.schedule import measure
-from pipework.schedule.draw.units import counted, memory_text
+from pipework.schedule.draw.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipework.distributed.mesh import Mesh
     from pipework.model.sequential import Device
-    from pipework.planning.measuring.predict import Prediction
     from pipework.planning.request import PlanRequest
     from pipework.planning.search import SearchBudget
     from pipework.schedule import Costs
@@ -131,19 +131,13 @@ def plan(
         >>> sum(found.balance), found.chunks
         (4, 4)
     """
-    report = checked_report(progress)
-    budget = checked_budget(seconds, iterations)
+    report, budget = checked_report(progress), checked_budget(seconds, iterations)
     options: dict[str, Any] = {"batch": batch, "chunks": chunks, "optimizer": optimizer, "schedules": schedules}
     measuring: dict[str, Any] = {
         "sample": sample, "target": target, "loss_fn": loss_fn, "keywords": keywords, "timeout": timeout,
     }  # fmt: skip
-    if mesh is not None and (isinstance(model, Profile) or devices is not None):
-        raise ValueError(
-            "mesh is for a model that each process measures on its own device: leave devices= out; a plan of a profile "
-            "is made once, saved, and loaded by all processes, pipework.Plan.load(path)"
-        )
     if isinstance(model, Profile):
-        if unused := [name for name, value in measuring.items() if value is not None]:
+        if unused := [name for name, value in {**measuring, "mesh": mesh}.items() if value is not None]:
             raise ValueError(f"plan got a profile and {unused[0]}=, which only the measurement of a model needs")
         if devices is None:
             kinds = ", ".join(map(repr, model.kinds))
@@ -154,23 +148,27 @@ def plan(
         return best_plans(make_request(model, devices, memory, **options), budget, report)[0]  # type: ignore[arg-type]
     _check(model, sample, schedules, target)
     measuring |= {"timeout": _TIMEOUT if timeout is None else timeout, "progress": report}
+
+    def checked_batch(workers: int, names: Collection[str], memory: Any) -> SampleBatch:
+        found = SampleBatch.of(model, sample, keywords, target, loss_fn)
+        rows = found.rows if batch is None else batch
+        check_options(workers, len(model), rows, chunks, optimizer, names, memory)
+        return found
+
     if mesh is not None:
+        if devices is not None:
+            raise ValueError("with mesh=, each process measures its own device: leave devices= out")
 
         def measure(device: torch.device, workers: int) -> Profile:
-            present = SampleBatch.of(model, sample, keywords, target, loss_fn).rows
-            check_options(workers, len(model), present if batch is None else batch, chunks, optimizer, (), None)
-            sizes = micro_batch_sizes(present, workers, None)
+            sizes = micro_batch_sizes(checked_batch(workers, (), None).rows, workers, None)
             return profile(model, devices=[device], rows=sizes, **measuring)
 
         return plan_on_ranks(mesh, measure, memory, options, budget, report)
-    machine = Machine.here()
-    places = default_devices(len(model), False, machine) if devices is None else checked_devices(devices, machine)
-    whole = SampleBatch.of(model, sample, keywords, target, loss_fn)
-    known = {*map(str, places), *map(device_kind, places)}
-    rows = whole.rows if batch is None else batch
-    check_options(len(places), len(model), rows, chunks, optimizer, known, memory)
-    found = profile(model, devices=places, **measuring)
-    request = make_request(found, [str(each) for each in places], memory, **options)
+    places = chosen_devices(devices, len(model))
+    whole = checked_batch(len(places), {*map(str, places), *map(device_kind, places)}, memory)
+    request = make_request(
+        profile(model, devices=places, **measuring), [str(each) for each in places], memory, **options
+    )
     return plan_that_fits(request, model, whole, budget, measuring["timeout"], report)
 
 
@@ -211,8 +209,7 @@ def plan_that_fits(
     Raises:
         ValueError: no plan fits.
     """
-    limits = dict(zip(request.devices, request.limits, strict=True))
-    given = request
+    given, limits = request, dict(zip(request.devices, request.limits, strict=True))
     tried: list[Plan] = []
     once = min(request.limits) == inf or batch.rows != request.batch
     for share in (1.0,) if once else _SHARES:
@@ -222,35 +219,25 @@ def plan_that_fits(
             if not tried:
                 raise
             break  # nothing fits what the last plan has shown to be left for layers
-        if batch.rows != plans[0].batch:
+        if batch.rows != request.batch:
             return plans[0]  # for a mini-batch that is not here
         over = inf
         for plan, costs in by_speed(plans, model, batch, timeout, report):
-            measured = measured_plan(plan, costs, model, batch, timeout, report)
-            places = zip(measured.workers, plan.devices, strict=True)
-            workers = tuple(replace(held, limit=limits[device]) for held, device in places)
-            measured = replace(measured, workers=workers)
-            if all(worker.fits for worker in workers):
+            measured = measured_plan(plan, costs, limits, model, batch, timeout, report)
+            lacking = [
+                held.total / before.total
+                for held, before in zip(measured.workers, plan.workers, strict=True)
+                if not held.fits
+            ]
+            if not lacking:
                 return measured
             tried.append(measured)
-            pairs = zip(workers, plan.workers, strict=True)
-            over = min(over, max(found.total / before.total for found, before in pairs if not found.fits))
+            over = min(over, max(lacking))
         # What does not fit was planned to be smaller: so much that this plan, and those like it, are excluded.
         report(f"measured as a whole, a worker needs {over:.3g} times what its layers need: planned again with less")
         request = replace(request, limits=tuple(limits[device] / over for device in request.devices))
-    best = min(tried, key=lambda plan: max(map(_share, plan.workers)))
-    held = max(best.workers, key=_share)
-    worst = best.workers.index(held)
-    raise ValueError(
-        f"no plan fits: in the best that was found, worker {worst} ({best.devices[worst]}) needs "
-        f"{memory_text(held.total, 'bytes')}, measured as a whole, and may hold {memory_text(held.limit, 'bytes')}; it "
-        f"fits with {limits_that_fit(given, best.devices, best.workers)}; raise the limits, use more devices, "
-        "or give a smaller mini-batch"
-    )
-
-
-def _share(held: WorkerBytes) -> float:
-    return held.total / held.limit
+    best = min(tried, key=lambda plan: max(held.total / held.limit for held in plan.workers))
+    raise no_plan_fits(given, best.devices, best.workers)
 
 
 # ---- which plan is fastest -------------------------------------------------------------------------------------------
@@ -372,6 +359,7 @@ def _scaled(tried: _Tried) -> Costs:
 def measured_plan(
     plan: Plan,
     recorded: Costs | None,
+    limits: Mapping[str, float],
     module: nn.Sequential,
     batch: SampleBatch,
     timeout: float,
@@ -382,6 +370,7 @@ def measured_plan(
     Args:
         plan: for this machine.
         recorded: the times of its actions in its steps; None: its stages are measured, one after the other.
+        limits: the bytes that a worker on each device may hold.
         module: its layers.
         batch: the mini-batch.
         timeout: seconds to measure each stage.
@@ -410,22 +399,23 @@ def measured_plan(
             f"its step takes {found.seconds / plan.seconds:.2g} times what it would with layers as fast as alone: "
             "workers slow each other down, for example if they share cores, memory or a link",
         )
-    workers = _workers(plan, found)
+    # Workers of one device share what it needs beside their own.
+    held, peaks = found.worker_bytes, found.simulation.peak_memory
+    own: Counter[str] = Counter()
+    for device, size in zip(plan.devices, held, strict=True):
+        own[device] += size
+    workers = []
+    for device, size, peak in zip(plan.devices, held, peaks, strict=True):
+        rest = max(0.0, found.device_bytes[torch.device(device)] - own[device]) / plan.devices.count(device)
+        workers.append(WorkerBytes(size - peak, peak, rest, limits[device]))
     # The bound of all plans comes from the profile, in which other layers may have been measured too long.
     bound = min(plan.certificate.any_bound, found.seconds)
     certificate = certify(found.simulation, workers, plan.balance, bound)
     return replace(
-        plan, notes=notes, costs=found.costs, workers=workers, certificate=certificate, profile_seconds=plan.seconds
+        plan,
+        notes=notes,
+        costs=found.costs,
+        workers=tuple(workers),
+        certificate=certificate,
+        profile_seconds=plan.seconds,
     )
-
-
-def _workers(plan: Plan, found: Prediction) -> tuple[WorkerBytes, ...]:
-    """What each worker holds; those of one device share what it needs beside their own."""
-    held, peaks = found.worker_bytes, found.simulation.peak_memory
-    places = [torch.device(device) for device in plan.devices]
-    own = {place: sum(size for size, other in zip(held, places, strict=True) if other == place) for place in places}
-    workers = []
-    for each, size, peak, place in zip(plan.workers, held, peaks, places, strict=True):
-        rest = max(0.0, found.device_bytes[place] - own[place]) / places.count(place)
-        workers.append(WorkerBytes(size - peak, peak, rest, each.limit))
-    return tuple(workers)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipework.assignment.from_plan import layer_info
 from pipework.planning.measuring.device_peaks import device_peaks
 from pipework.planning.measuring.sample_batch import largest_sample
-from pipework.planning.measuring.sharing import Sharing, sharing
 from pipework.planning.measuring.stage_copy import measure_stages
 from pipework.planning.measuring.storage_meter import optimizer_bytes
 from pipework.schedule import Costs, simulate
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from pipework.model.mini_batch import MiniBatch
     from pipework.model.sequential import TupleRule
-    from pipework.planning.measuring.stage_copy import ActionBytes
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.transport import Message
     from pipework.schedule import Schedule, Simulation
@@ -69,8 +68,6 @@ class Prediction:
             messages, temporary tensors, and what the optimizer's step needs.
         measured_on_cpu: the stages that could not be measured on their device, which had no memory left for it. Their
             bytes are right, their times are those of the CPU.
-        actions: what the actions of each stage need.
-        outputs: bytes of each micro-batch's output, if the loss is outside of the pipe.
     """
 
     devices: tuple[torch.device, ...]
@@ -79,8 +76,6 @@ class Prediction:
     simulation: Simulation
     device_bytes: Mapping[torch.device, int] = field(default_factory=dict)
     measured_on_cpu: tuple[int, ...] = ()
-    actions: tuple[ActionBytes, ...] = field(default=(), repr=False)
-    outputs: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def seconds(self) -> float:
@@ -94,25 +89,6 @@ class Prediction:
         for stage, worker in zip(self.stages, self.simulation.schedule.placement, strict=True):
             fixed[worker] += stage.total - stage.activations
         return tuple(round(size + peak) for size, peak in zip(fixed, self.simulation.peak_memory, strict=True))
-
-    def sharing(self, replicas: int) -> Sharing:
-        """What each rank holds if there are replicas, each worker is a process, and replicas share.
-
-        Args:
-            replicas: how many there are, as in ``pipework.init(dp=...)``.
-
-        Raises:
-            ValueError: it is no positive integer.
-
-        Example:
-            >>> from pipework import Pipe
-            >>> module = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
-            >>> pipe = Pipe(module, chunks=4, balance=[2, 1], devices=["cpu", "cpu"])
-            >>> prediction = pipe.predict(torch.randn(16, 32), optimizer=2, timeout=0)
-            >>> [(each.choice, each.between_steps) for each in prediction.sharing(replicas=2).ranks]
-            [('replicas', 12672), ('ZeRO-1', 8448), ('fully_shard', 6336)]
-        """
-        return sharing(self, replicas)
 
     def __str__(self) -> str:
         names = ["weights", "gradients", "buffers", "activations", "optimizer", "total"]
@@ -201,17 +177,12 @@ def predict_step(
         for number, state in zip(own, states, strict=True):
             stages[number] = replace(stages[number], optimizer=state)
         fixed = sum(stages[n].weights + stages[n].buffers + stages[n].optimizer for n in own)
-        peaks[device] = fixed + max(peak.total, sum(stages[n].gradients for n in own) + step)
+        peaks[device] = fixed + max(peak, sum(stages[n].gradients for n in own) + step)
     peaks[devices[0]] += sum(map(bytes_of, split.tensors))
     peaks[devices[-1]] += sum(bytes_of(tensor) for tensors, _ in targets or () for tensor in tensors)
-    return Prediction(tuple(devices), tuple(stages), simulation.costs, simulation, peaks, elsewhere, sizes, outputs)
+    return Prediction(tuple(devices), tuple(stages), simulation.costs, simulation, peaks, elsewhere)
 
 
 def _stage_bytes(partition: nn.Sequential, activations: int) -> StageBytes:
-    parameters = list(partition.parameters())
-    return StageBytes(
-        weights=sum(parameter.nbytes for parameter in parameters),
-        gradients=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
-        buffers=sum(buffer.nbytes for buffer in partition.buffers()),
-        activations=activations,
-    )
+    info = layer_info("", partition)
+    return StageBytes(info.weights, info.trained, info.buffers, activations)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from pipework.assignment.balance import check_initialised, not_sequential
-from pipework.assignment.devices import Machine, checked_devices, default_devices
-from pipework.assignment.from_plan import layer_infos
+from pipework.assignment.devices import chosen_devices
+from pipework.assignment.from_plan import layer_info
 from pipework.model.sequential import named_layers
 from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerSeconds, SkipBytes
 from pipework.planning.measuring.links import device_kind, measure_links
-from pipework.planning.measuring.rates import Rates, checked_rates, meta_copy, rated_clock
+from pipework.planning.measuring.rates import Rates, checked_rates, rated_clock
 from pipework.planning.measuring.sample_batch import SampleBatch
 from pipework.planning.measuring.stage_copy import measure_stages
 from pipework.planning.profiles import Profile
@@ -104,9 +104,8 @@ def profile(
             raise ValueError("give either devices=, which are measured, or rates= of devices that are not here")
         ways = {kind: _Way(_META, rates=speed, memory=speed.memory) for kind, speed in checked_rates(rates).items()}
         sizes = micro_batch_sizes(batch.rows, workers, rows)
-        return _measured(meta_copy(module), batch.on_meta(), ways, sizes, report)
-    machine = Machine.here()
-    places = default_devices(len(module), False, machine) if devices is None else checked_devices(devices, machine)
+        return _measured(module, batch.on(_META), ways, sizes, report)
+    places = chosen_devices(devices, len(module))
     if not places:
         raise ValueError("devices is empty: give one for each worker")
     _refuse_meta(module, batch)
@@ -212,7 +211,7 @@ def _measured(
     return Profile(
         batch=batch.rows,
         rows=sizes,
-        layers=tuple(layer_infos(module)),
+        layers=tuple(layer_info(name, layer) for name, layer in named_layers(module)),
         bytes=tuple(tuple(map(_layer_bytes, row)) for row in bytes_of),
         kinds=kinds,
         skips=tuple(skips),

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipework import torch_private
 from pipework.torch_private import memory_key
 from pipework.values import nested
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -109,33 +103,3 @@ class _Operators(torch_private.DispatchMode):  # type: ignore[misc]
             rates = self._rates
             self.seconds += max(operations / rates.operations, size / rates.bytes_per_second, rates.launch)
         return result
-
-
-def meta_copy(module: Module) -> Module:
-    """A deep copy whose tensors have no memory; layers that share a parameter share its copy.
-
-    Example:
-        >>> meta_copy(nn.Linear(2, 2)).weight
-        Parameter containing:
-        tensor(..., device='meta', size=(2, 2), requires_grad=True)
-    """
-    memo: dict[int, Any] = {id(each): nn.Parameter(_twin(each), each.requires_grad) for each in module.parameters()}
-    memo |= {id(buffer): _twin(buffer) for buffer in module.buffers()}
-    with _Twins():
-        return copy.deepcopy(module, memo)
-
-
-class _Twins(TorchFunctionMode):
-    """Copies no tensor's memory: a tensor may also be an attribute that is neither parameter nor buffer."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Gives a tensor on the meta device for a copy of any other."""
-        if func in (Tensor.__deepcopy__, Tensor.clone):
-            return _twin(args[0])  # the mode is off in here
-        return func(*args, **(kwargs or {}))
-
-
-def _twin(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor.detach(), device="meta")

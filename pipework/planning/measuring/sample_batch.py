@@ -13,7 +13,6 @@ from torch import nn
 from pipework.model import mini_batch
 from pipework.model.loss.settings import LossSettings
 from pipework.model.sequential import TupleRule, tuple_rule
-from pipework.planning.measuring.rates import meta_copy
 from pipework.planning.measuring.stage_copy import Sample
 from pipework.runtime.stage.loss import InnerLoss
 from pipework.values import nested
@@ -86,10 +85,10 @@ class SampleBatch:
         """Of the mini-batch."""
         return sum(mini_batch.split(self.inputs, self.keywords, 1).rows)
 
-    def on_meta(self) -> SampleBatch:
-        """With a loss whose tensors have no memory; inputs and targets are copied to wherever layers run."""
+    def on(self, device: torch.device) -> SampleBatch:
+        """With a loss whose tensors are on a device; inputs and targets are copied to wherever layers run."""
         is_module = isinstance(self.loss_fn, nn.Module)
-        return replace(self, loss_fn=meta_copy(self.loss_fn)) if is_module else self
+        return replace(self, loss_fn=copy.deepcopy(self.loss_fn).to(device)) if is_module else self
 
     def micro_batches(
         self, rows: int, device: torch.device | None = None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipework.planning.measuring.device_peaks import Held, device_peaks
+from pipework.planning.measuring.device_peaks import device_peaks
 from pipework.planning.measuring.stage_copy import ActionBytes, Need
 from pipework.schedule import build, simulate, with_recompute
 
@@ -25,8 +25,7 @@ STAGE = ActionBytes(
 
 def peaks(name: str, chunks: int, devices: list[torch.device], recomputed: int = 0) -> dict[torch.device, int]:
     schedule = with_recompute(build(name, workers=len(devices), chunks=chunks), recomputed)
-    found = device_peaks(simulate(schedule).timeline, [STAGE] * len(devices), devices)
-    return {device: peak.total for device, peak in found.items()}
+    return device_peaks(simulate(schedule).timeline, [STAGE] * len(devices), devices)
 
 
 def test_one_stage_holds_all_graphs_of_gpipe() -> None:
@@ -58,11 +57,4 @@ def test_a_recomputed_micro_batch_keeps_its_input_only() -> None:
 @pytest.mark.parametrize("chunks", [1, 8])
 def test_a_loss_outside_joins_the_outputs_and_gets_a_gradient(chunks: int) -> None:
     timeline = simulate(build("gpipe", workers=1, chunks=chunks), loss_outside=True).timeline
-    assert device_peaks(timeline, [STAGE], [A], [3] * chunks)[A].total == chunks * (10 + 2 * 3) + 8
-
-
-def test_what_is_held_beside_counts_during_its_action() -> None:
-    simulation = simulate(build("gpipe", workers=1, chunks=2))
-    held = {action: Held(100 * (str(action) == "0B1"), -2) for action in simulation.schedule.orders[0]}
-    peak = device_peaks(simulation.timeline, [STAGE], [A], (), held)[A]
-    assert peak == (100 - 2 + 10 + 5 + 4, (100, 5 - 2))  # the second backward: a graph and gradients are there
+    assert device_peaks(timeline, [STAGE], [A], [3] * chunks)[A] == chunks * (10 + 2 * 3) + 8

@@ -9,8 +9,7 @@ def test_threads_hand_over_without_copying() -> None:
     lines: list[str] = []
     ((ends, speed),) = measure_links([torch.device("cpu")], lines.append).items()
     assert ends == ("cpu", "cpu")
-    assert 0 < speed.latency < 0.1
-    assert speed.seconds(2**40) < speed.latency + 0.01
+    assert speed.seconds(2**40) < 0.01
     assert lines[0].startswith("cpu to cpu: ")
 
 

@@ -119,7 +119,7 @@ def test_a_plan_whose_stages_need_more_than_their_layers_is_not_made_again(monke
     monkeypatch.setattr("pipework.planning.measuring.plan_model.measured_plan", a_tenth_more)
     totals = [each.total for each in made.workers]
     worst = totals.index(max(totals))  # measured times may have cut the layers in either way
-    text = rf"worker {worst} \(cpu\) needs .*, measured as a whole, .* it fits with a limit of"
+    text = rf"worker {worst} \(cpu\) needs .* and may hold .*; it fits with a limit of"
     with pytest.raises(ValueError, match=text):
         plan(layers(), X, **OPTIONS, memory=2 * limit)  # two workers share the CPU's
     assert limits == pytest.approx([limit, limit / 1.1, limit / 1.1])
@@ -144,9 +144,9 @@ def test_a_limit_between_what_layers_and_stages_need_is_answered_with_what_stage
 
     monkeypatch.setattr("pipework.planning.measuring.plan_model.best_plans", planned)
     monkeypatch.setattr("pipework.planning.measuring.plan_model.measured_plan", twice)
-    with pytest.raises(ValueError, match="measured as a whole") as refused:
+    with pytest.raises(ValueError, match="no plan fits: in the best") as refused:
         plan(layers(), X, **OPTIONS, memory=2 * limit)
-    found = re.search("fits with a limit of ([^,]*), of which the 2 workers on cpu", str(refused.value))
+    found = re.search("fits with a limit of ([^,]*), which workers of one device share", str(refused.value))
     assert found
     assert memory_bytes(found[1]) == pytest.approx(2 * 2 * limit / 1.01, rel=0.01)
 
