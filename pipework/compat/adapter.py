@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,7 @@ from pipework.executor import Executor
 from pipework.model import mini_batch
 from pipework.model.checkpoint import MODES
 from pipework.model.marks import flattened
-from pipework.model.sequential import named_layers
 from pipework.pipe import Pipe
-from pipework.skip import layout
 from pipework.torch_private import pytree
 from pipework.values import nested
 
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
     from pipework.runtime.program import Program
     from pipework.schedule import Schedule
 
-Kind = TypeVar("Kind", bound=nn.Sequential)
 Device = torch.device | int | str
 
 
@@ -93,11 +89,41 @@ class AdaptedPipe(Pipe):
         return nested.replaced(output, Tensor, lambda tensor: torch.cat([tensor]) if tensor.dim() else tensor.clone())
 
 
-def sequence(kind: type[Kind], module: nn.Sequential) -> Kind:
-    """A sequence of another class with the layers of a module."""
-    layers = kind(OrderedDict(named_layers(module)))
-    layers.training = module.training
-    return layers
+def checked_chunks(chunks: Any) -> int:
+    """The number of micro-batches; old pipes accept any value that `int()` accepts.
+
+    Raises:
+        ValueError: the value is less than 1, or not a number.
+    """
+    if int(chunks) <= 0:
+        raise ValueError("number of chunks must be positive integer")
+    return int(chunks)
+
+
+def checked_mode(checkpoint: Any) -> str:
+    """The checkpoint mode.
+
+    Raises:
+        ValueError: the mode is unknown.
+    """
+    if str(checkpoint) not in MODES:
+        raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+    return str(checkpoint)
+
+
+def setting(name: str, check: Callable[[Any], Any]) -> property:
+    """A setting of the inner pipe as an attribute of an adapter.
+
+    Args:
+        name: of the setting.
+        check: gives the value to be set for what the caller sets, or refuses it.
+    """
+
+    def change(adapter: Adapter, value: Any) -> None:
+        executor = adapter._pipe._executor
+        executor.settings = replace(executor.settings, **{name: check(value)})
+
+    return property(lambda adapter: getattr(adapter._pipe, name), change)
 
 
 class Adapter(nn.Module):
@@ -107,6 +133,8 @@ class Adapter(nn.Module):
     the inner pipe, which is not a child of this module.
 
     Attributes:
+        chunks: the largest number of micro-batches of a mini-batch; may be changed between mini-batches.
+        checkpoint: the checkpoint mode, as in `Pipe`; may be changed between mini-batches.
         partitions: the layers in groups, which give the names. A layer in them may be replaced. The layers are called
             one by one, so hooks of a group itself are not called, and a warning says so.
         devices: of each partition.
@@ -117,7 +145,7 @@ class Adapter(nn.Module):
         devices: see above.
     """
 
-    partitions: nn.ModuleList
+    partitions: Any  # an `nn.ModuleList` of `nn.Sequential`
     devices: list[torch.device]
     _pipe: AdaptedPipe
 
@@ -129,43 +157,21 @@ class Adapter(nn.Module):
         for container in (self, self.partitions, *self.partitions):
             container.training = pipe.training
 
-    @property
-    def chunks(self) -> int:
-        """The largest number of micro-batches of a mini-batch; may be changed between mini-batches."""
-        return self._pipe.chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        self._change(chunks=checked_chunks(chunks))
-
-    @property
-    def checkpoint(self) -> str:
-        """The checkpoint mode, as in `Pipe`; may be changed between mini-batches."""
-        return self._pipe.checkpoint
-
-    @checkpoint.setter
-    def checkpoint(self, checkpoint: str) -> None:
-        self._change(checkpoint=checked_mode(checkpoint))
-
-    def _change(self, **changes: Any) -> None:
-        executor = self._pipe._executor
-        executor.settings = replace(executor.settings, **changes)
+    chunks = setting("chunks", checked_chunks)
+    checkpoint = setting("checkpoint", checked_mode)
 
     def __len__(self) -> int:
         """The number of layers."""
-        return sum(map(len, self._groups()))
+        return sum(map(len, self.partitions))
 
     def __iter__(self) -> Iterator[nn.Module]:
         """The layers in order."""
-        for partition in self._groups():
+        for partition in self.partitions:
             yield from partition
 
     def __getitem__(self, index: int) -> nn.Module:
         """The layer at a position; negative ones count from the end."""
         return list(self)[index]
-
-    def _groups(self) -> Iterator[nn.Sequential]:
-        yield from self.partitions  # type: ignore[misc]
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Changes the dtype, as `nn.Module.to` does. Moving to a device is refused."""
@@ -189,34 +195,12 @@ class Adapter(nn.Module):
                 f"{type(self).__name__} was made with {len(self._pipe)} layers, and its partitions have {len(self)} "
                 "now: a layer can be replaced, but make a new one to add or remove layers"
             )
-        places = [(partition, place) for partition in self._groups() for place in partition._modules]
+        places = [(partition, place) for partition in self.partitions for place in partition._modules]
         for number, (name, (partition, place)) in enumerate(zip(list(self._pipe._modules), places, strict=True)):
             if partition._modules[place] is not self._pipe[number]:
                 setattr(self._pipe, name, partition._modules[place])
                 partition._modules[place] = self._pipe[number]  # moved, and perhaps converted
         return self._pipe(*inputs)
-
-
-def checked_chunks(chunks: Any) -> int:
-    """The number of micro-batches; old pipes accept any value that `int()` accepts.
-
-    Raises:
-        ValueError: the value is less than 1, or not a number.
-    """
-    if int(chunks) <= 0:
-        raise ValueError("number of chunks must be positive integer")
-    return int(chunks)
-
-
-def checked_mode(checkpoint: Any) -> str:
-    """The checkpoint mode.
-
-    Raises:
-        ValueError: the mode is unknown.
-    """
-    if str(checkpoint) not in MODES:
-        raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
-    return str(checkpoint)
 
 
 def refuse_unfit(module: Any) -> None:
@@ -245,21 +229,11 @@ def refuse_shared_parameters(layers: Iterable[tuple[nn.Module, torch.device]]) -
                 raise ValueError("module with duplicate parameters on distinct devices is not supported")
 
 
-def verify_skippables(module: nn.Module) -> None:
-    """Checks that one layer stashes each tensor and one later layer pops it.
-
-    Raises:
-        TypeError: one or more pairs of stash and pop do not match. All of them are listed.
-    """
-    layout.verify_skippables(module, exclusive=True)
-
-
 def balancing(balance: Callable[..., list[int]], kind: type[nn.Sequential]) -> Callable[..., list[int]]:
     """`balance_by_time` or `balance_by_size` for a module whose layers a sequence of another class runs."""
 
     @functools.wraps(balance)
     def balanced(partitions: int, module: nn.Sequential, sample: Any, **options: Any) -> list[int]:
-        inputs = sample if isinstance(sample, Tensor) else tuple(sample)
-        return balance(partitions, sequence(kind, module), inputs, **options)
+        return balance(partitions, kind(*module), sample if isinstance(sample, Tensor) else tuple(sample), **options)
 
     return balanced

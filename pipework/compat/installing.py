@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 OLD_NAMES = {"sync": "torch.distributed.pipeline.sync", "torchgpipe": "torchgpipe", "fairscale": "fairscale"}
 """The names of the libraries in `install`, and the packages that old code imports."""
@@ -33,11 +28,9 @@ def install(*libraries: str) -> None:
     that is installed. Of an installed fairscale it replaces the modules of its `Pipe` alone.
 
     Args:
-        libraries: "sync", "torchgpipe", "fairscale", or the name of an old module, such as
-            "torch.distributed.pipeline.sync"; without arguments, all libraries.
+        libraries: "sync", "torchgpipe", "fairscale"; without arguments, all of them.
 
     Raises:
-        TypeError: a library is not a string.
         ValueError: there is no adapter for a library.
 
     Example:
@@ -46,69 +39,29 @@ def install(*libraries: str) -> None:
         >>> Pipe.__module__
         'pipework.compat.sync'
     """
-    for library in [_known(library) for library in libraries] or OLD_NAMES:
-        if library == "fairscale" and _is_installed("fairscale"):
-            _replace_pipe_of_fairscale()
-        else:
-            for name, module in _modules(library).items():
-                register(name, module)
+    for library in libraries:
+        if library not in tuple(OLD_NAMES):  # which a list may be asked of, too
+            raise ValueError(f"no adapter for {library!r}: there are {', '.join(map(repr, OLD_NAMES))}")
+    for library in libraries or OLD_NAMES:
+        package = f"pipework.compat.{library}"
+        importlib.import_module(f"{package}.nn" if library == "fairscale" else package)
+        original = _fairscale_nn() if library == "fairscale" else None
+        for name, module in sorted(sys.modules.items()):  # parents come first
+            old = OLD_NAMES[library] + name.removeprefix(package)
+            if f"{name}.".startswith(f"{package}.") and (original is None or old.startswith("fairscale.nn.pipe")):
+                register(old, module)
+        if original is not None:
+            vars(original)["Pipe"] = vars(sys.modules["fairscale.nn.pipe"])["Pipe"]
 
 
-def _known(library: str) -> str:
-    """The key of a library in `OLD_NAMES`."""
-    if not isinstance(library, str):
-        raise TypeError(f'install takes names, such as install("sync", "torchgpipe"), got {library!r}')
-    for known, old in OLD_NAMES.items():
-        if library == known or f"{library}.".startswith(f"{old}."):
-            return known
-    raise ValueError(f"no adapter for {library!r}: there are {', '.join(map(repr, OLD_NAMES))}")
+def _fairscale_nn() -> ModuleType | None:
+    """The package of an installed fairscale that has its `Pipe`; the adapter, and a folder of that name, do not count.
 
-
-def _modules(library: str) -> dict[str, ModuleType]:
-    """The adapter's modules by their old names, parents first."""
-    package = f"pipework.compat.{library}"
-    importlib.import_module(f"{package}.nn" if library == "fairscale" else package)
-    return {
-        OLD_NAMES[library] + name.removeprefix(package): module
-        for name, module in sorted(sys.modules.items())
-        if f"{name}.".startswith(f"{package}.")
-    }
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package is installed; its adapter, and a folder of that name, do not count."""
-    loaded = sys.modules.get(package)
-    spec = find_spec(package) if loaded is None else loaded.__spec__
-    return spec is not None and spec.origin is not None and not spec.name.startswith("pipework.")
-
-
-def _replace_pipe_of_fairscale() -> None:
-    """Replaces the `Pipe` of an installed fairscale: now if it has been imported, else as soon as it is imported."""
-    if "fairscale.nn" not in sys.modules:
-        if not any(isinstance(finder, _ImportOfFairscale) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _ImportOfFairscale())
-        return
-    for name, module in _modules("fairscale").items():
-        if name.startswith("fairscale.nn.pipe"):
-            register(name, module)
-    vars(sys.modules["fairscale.nn"])["Pipe"] = vars(sys.modules["fairscale.nn.pipe"])["Pipe"]
-
-
-class _ImportOfFairscale(MetaPathFinder):
-    """Replaces fairscale's `Pipe` when `fairscale.nn` is imported."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == "fairscale.nn" else None
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_replace(module: ModuleType) -> None:
-            execute(module)
-            _replace_pipe_of_fairscale()
-
-        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
-        return spec
+    It is imported, since what it has beside `Pipe` is its own, such as `FullyShardedDataParallel`.
+    """
+    spec = find_spec("fairscale")
+    is_installed = spec is not None and spec.origin is not None and spec.name == "fairscale"
+    return importlib.import_module("fairscale.nn") if is_installed else None
 
 
 def add_submodules(package: str) -> None:

@@ -6,21 +6,18 @@ import re
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from pipework.model.batchnorm import COLLECTED
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
 
 _PARTITION = re.compile(r"^(?:module\.)?partitions\.(\d+)\.")  # `DistributedDataParallel` adds "module."
-
 _MEAN = "running_mean"
 
 _Layer = dict[str, str]  # from the name of an entry within the layer to its name in the state dict
+_Layers = dict[tuple[int, str], _Layer]  # by the partition and the name of each layer, in the order of the layers
 
 
 def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedDict[str, Any]:
@@ -31,7 +28,7 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedD
     layer's name alone. Where the names do not identify the layer, layers are matched in their order, so balances may
     differ, and nested sequences may be flat on one side. Indices may be in any order, as in a sorted file.
 
-    Sums that deferred batch norms of old libraries have collected are left out, and are zero where `to` has them.
+    Sums that deferred batch norms of old libraries have collected are left out.
 
     A state dict of an optimizer needs no conversion: it numbers the parameters, whose order is the same in all pipes.
 
@@ -43,9 +40,9 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedD
         The same tensors under the names of `to`.
 
     Raises:
-        ValueError: the argument is not the state dict of a model; or it has another number of layers, or other entries
-            in a layer; or the order of its layers has been lost. The last is not noticed where each layer has one
-            entry.
+        ValueError: the state dict has another number of layers, or other entries in a layer, such as a checkpoint that
+            has the model's state dict among its entries; or the order of its layers has been lost. The last is not
+            noticed where each layer has one entry.
 
     Example:
         >>> import torch
@@ -59,123 +56,77 @@ def convert_state_dict(state_dict: Mapping[str, Any], to: nn.Module) -> OrderedD
         ...
         ValueError: layer 0 has the entries 'bias' in the state dict, and 'weight' in Sequential
     """
-    if state_dict and not any(isinstance(value, Tensor) for value in state_dict.values()):
-        raise ValueError(
-            "there is no tensor in it, so this is no state dict of a model; it has the keys "
-            f"{_listed(state_dict)}: give the entry that the model's state was saved under"
-        )
-    own = to.state_dict()
-    given, wanted = _without_collected(state_dict), _without_collected(own)
-    names = _same_names(given, wanted)
-    if names is None:
-        names = _same_order(given, wanted, type(to).__name__)
-    found = {name: state_dict[old] for name, old in names.items()}
-    return OrderedDict((name, found[name] if name in found else _collected(name, names, state_dict)) for name in own)
+    own, means = to.state_dict(), [name for name in state_dict if name.split(".")[-1] == _MEAN]
+    sums = {mean.removesuffix(_MEAN) + each for mean in means for each in COLLECTED}
+    given, wanted = _layers(name for name in state_dict if name not in sums), _layers(own)
+    pairs = _same_names(given, wanted) or _same_order(given, wanted, type(to).__name__)
+    names = {new[entry]: old[entry] for old, new in pairs for entry in new}
+    return OrderedDict((name, state_dict[names[name]]) for name in own)
 
 
-def _without_collected(names: Iterable[str]) -> list[str]:
-    """All names except those of the sums that deferred batch norms collect during a mini-batch."""
-    names = list(names)
-    batch_norms = [name.removesuffix(_MEAN) for name in names if name.split(".")[-1] == _MEAN]
-    collected = {prefix + name for prefix in batch_norms for name in COLLECTED}
-    return [name for name in names if name not in collected]
+def _layers(names: Iterable[str]) -> _Layers:
+    """The entries of each layer; a name without a partition is in partition 0."""
+    layers: _Layers = {}
+    for name in names:
+        partition = _PARTITION.match(name)
+        layer, _, entry = name[partition.end() if partition else 0 :].partition(".")
+        layers.setdefault((int(partition[1]) if partition else 0, layer), {})[entry] = name
+    # Files may have brought numbers into another order.
+    named = _partitions_with_names(layers)
+    return dict(sorted(layers.items(), key=lambda item: (item[0][0], 0 if item[0][0] in named else int(item[0][1]))))
 
 
-def _collected(name: str, names: Mapping[str, str], state_dict: Mapping[str, Any]) -> Any:
-    """The sums of a deferred batch norm; zeros if the state dict does not have them."""
-    last = name.split(".")[-1]
-    mean = names[name.removesuffix(last) + _MEAN]
-    old = mean.removesuffix(_MEAN) + last
-    return state_dict[old] if old in state_dict else torch.zeros_like(state_dict[mean])
+def _partitions_with_names(layers: _Layers) -> set[int]:
+    """The partitions whose layers are not all called by numbers, which give their order."""
+    return {partition for partition, layer in layers if not layer.isdecimal()}
 
 
-def _same_names(given: Collection[str], wanted: Collection[str]) -> dict[str, str] | None:
-    """For each wanted name the given one, if the names of both sides differ only in the partition.
-
-    This does not hold for indices within partitions, which start at 0 in each partition.
-    """
-    if _begins_anew(given) or _begins_anew(wanted):
-        return None
-    old, new = ({_PARTITION.sub("", name): name for name in names} for names in (given, wanted))
-    if old.keys() != new.keys() or len(old) < len(given) or len(new) < len(wanted):
-        return None
-    return {new[name]: old[name] for name in new}
+def _same_names(given: _Layers, wanted: _Layers) -> list[tuple[_Layer, _Layer]]:
+    """Given and wanted layers with the same names and entries; none unless all layers are such pairs."""
+    old, new = ({layer: entries for (_, layer), entries in layers.items()} for layers in (given, wanted))
+    if any(map(_begins_anew, (given, wanted))) or {each: {*old[each]} for each in old} != {
+        each: {*new[each]} for each in new
+    }:
+        return []
+    return [(old[each], new[each]) for each in new]
 
 
-def _begins_anew(names: Iterable[str]) -> bool:
-    """Whether the layers' names look like indices within the partitions."""
-    places = {_parts(name)[:2] for name in names}
-    if not all(layer.isdecimal() for _, layer in places):
-        return False
-    indices = [layer for _, layer in sorted((int(partition), int(layer)) for partition, layer in places)]
-    return indices != sorted(set(indices))
+def _begins_anew(layers: _Layers) -> bool:
+    """Whether a name occurs in several partitions, or numbers start again: they are indices within partitions."""
+    names = [layer for _, layer in layers]
+    numbers = [int(layer) for layer in names if layer.isdecimal()]
+    return len({*names}) < len(names) or (len(numbers) == len(names) and numbers != sorted(numbers))
 
 
-def _same_order(names: Iterable[str], wanted_names: Iterable[str], target: str) -> dict[str, str]:
-    """For each wanted name the given one, by the order of the layers.
+def _same_order(given: _Layers, wanted: _Layers, target: str) -> list[tuple[_Layer, _Layer]]:
+    """Given and wanted layers in their order.
 
     A nested `nn.Sequential` is one layer on one side and may be several on the other.
     """
     pairs: list[tuple[_Layer, _Layer]] = []
-    given, wanted = _layers(names)[::-1], _layers(wanted_names)[::-1]  # stacks, with the first layer on top
-    while given and wanted:
-        old, new = given[-1], wanted[-1]
+    olds, news = [*given.values()][::-1], [*wanted.values()][::-1]  # stacks, with the first layer on top
+    while olds or news:
+        old, new = (stack[-1] if stack else {} for stack in (olds, news))
+        deeper = max((news, olds), key=lambda stack: "".join(stack[-1]).count(".") if stack else -1)
         if old.keys() == new.keys():
-            pairs.append((given.pop(), wanted.pop()))
-        elif not _opened(given if "".join(old).count(".") > "".join(new).count(".") else wanted):  # the deeper one
+            pairs.append((olds.pop(), news.pop()))
+        elif not _opened(deeper):
             raise ValueError(
                 f"layer {len(pairs)} has the entries {_listed(old)} in the state dict, and {_listed(new)} in {target}"
             )
-    if given or wanted:
+    named = _partitions_with_names(given)
+    unnumbered = [partition for partition, _ in given if partition in named]
+    if len({*unnumbered}) < len(unnumbered) and any(list(old) != list(new) for old, new in pairs):
         raise ValueError(
-            f"the state dict has {len(pairs) + len(given)} layers with entries, and {target} has "
-            f"{len(pairs) + len(wanted)}"
+            f"the state dict is not in the order of the layers, and {target} calls them otherwise (perhaps a file was "
+            "sorted by name): load it into a module with the old names, and convert the state dict of that module"
         )
-    if _is_order_needed(names) and any(list(old) != list(new) for old, new in pairs):
-        raise ValueError(
-            "the entries of the state dict are not in the order of the layers (perhaps a file was sorted by name), and "
-            f"the layers are called otherwise in {target}: load it into a module with the old names first, and convert "
-            "that module's state dict"
-        )
-    return {new[entry]: old[entry] for old, new in pairs for entry in new}
-
-
-def _layers(names: Iterable[str]) -> list[_Layer]:
-    """The entries of each layer, in the order of the layers."""
-    layers: dict[tuple[str, str], _Layer] = {}
-    for name in names:
-        partition, layer, entry = _parts(name)
-        layers.setdefault((partition, layer), {})[entry] = name
-    ordered = _ordered_by_names(layers)  # files may have brought indices into another order
-    places = sorted(layers, key=lambda place: (int(place[0]), int(place[1]) if place[0] in ordered else 0))
-    return [layers[place] for place in places]
-
-
-def _parts(name: str) -> tuple[str, str, str]:
-    """Partition, layer and entry; a name without a partition is in partition 0."""
-    old = _PARTITION.match(name)
-    layer, _, entry = (name[old.end() :] if old else name).partition(".")
-    return old[1] if old else "0", layer, entry
-
-
-def _ordered_by_names(places: Iterable[tuple[str, str]]) -> set[str]:
-    """The partitions whose layers are named by their indices."""
-    partitions: dict[str, list[str]] = {}
-    for partition, layer in places:
-        partitions.setdefault(partition, []).append(layer)
-    return {partition for partition, layers in partitions.items() if all(layer.isdecimal() for layer in layers)}
-
-
-def _is_order_needed(names: Iterable[str]) -> bool:
-    """Whether a partition has several layers whose names do not give their order."""
-    places = {_parts(name)[:2] for name in names}
-    partitions = [partition for partition, _ in places]
-    return any(partitions.count(partition) > 1 for partition in set(partitions) - _ordered_by_names(places))
+    return pairs
 
 
 def _opened(stack: list[_Layer]) -> bool:
     """Replaces the sequence on top of the stack by its layers; False if it is not a sequence."""
-    inner = _layers(stack[-1])
+    inner = _layers(stack[-1]).values()
     if any("" in layer for layer in inner):
         return False
     whole = stack.pop()
@@ -184,4 +135,4 @@ def _opened(stack: list[_Layer]) -> bool:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
+    return ", ".join(map(repr, names)) or "none"

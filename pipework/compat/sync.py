@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from torch.distributed import rpc
 
 import pipework
 from pipework.assignment.devices import Machine, default_devices, usable_device
-from pipework.assignment.partition import choose_partitioning, is_placed, split_layers
+from pipework.assignment.partition import is_placed
 from pipework.compat import adapter, common
 from pipework.compat.adapter import AdaptedPipe, Adapter
 from pipework.compat.common import *  # noqa: F403
@@ -89,8 +87,6 @@ class Pipe(Adapter):
         ValueError: an argument is invalid.
     """
 
-    _has_run = False
-
     def __init__(
         self,
         module: nn.Sequential,
@@ -105,13 +101,12 @@ class Pipe(Adapter):
             raise RuntimeError(message) from None
         chunks, checkpoint = adapter.checked_chunks(chunks), adapter.checked_mode(checkpoint)
         adapter.refuse_unfit(module)
-        adapter.verify_skippables(module)
+        common.verify_skippables(module)
         groups = group(module)
         adapter.refuse_shared_parameters((layer, each.device) for each in groups for layer in each.layers)
-        layers = [layer for each in groups for layer in each.layers]
-        flat = PipeSequential(OrderedDict((str(number), layer) for number, layer in enumerate(layers)))
+        flat = PipeSequential(*(layer for each in groups for layer in each.layers))
         flat.training = module.training
-        balance, places = _workers(groups, flat)
+        balance, places = _workers({each.device for each in groups}, flat)
         pipe = AdaptedPipe(flat, chunks, checkpoint, deferred_batch_norm, balance=balance, devices=places)
         remaining = iter(pipe)
         partitions = [PipeSequential(*(next(remaining) for _ in each.layers)) for each in groups]
@@ -139,27 +134,23 @@ class Pipe(Adapter):
             raise ValueError("All inputs should be on the same device as the first partition")
         if not self.partitions:
             return rpc.RRef(inputs[0] if len(inputs) == 1 else inputs)
-        for doubt in [] if self._has_run else uncalled_hooks(self._groups()):
+        for doubt in uncalled_hooks(self.partitions) if self._pipe._executor._engine is None else []:
             warn_caller(doubt)
-        self._has_run = True
         # Only a tensor itself is split, not tensors within other values.
         whole = [each if isinstance(each, (Tensor, NoChunk)) else marks.NoChunk(each) for each in inputs]
         return rpc.RRef(self._run(*whole))
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Consecutive layers, which are a partition of the old library.
 
     Attributes:
         layers: the layers; a nested `nn.Sequential` is replaced by its layers.
         device: the device of the layers; of layers without one, the CPU.
-        nested: whether the layers come from a nested `nn.Sequential`.
     """
 
     layers: list[nn.Module]
     device: torch.device
-    nested: bool
 
 
 def group(module: nn.Sequential) -> list[Group]:
@@ -182,7 +173,7 @@ def group(module: nn.Sequential) -> list[Group]:
         if groups and groups[-1].device == device and device.type != "cpu":
             groups[-1].layers.extend(layers)
         else:
-            groups.append(Group(layers, device, isinstance(child, nn.Sequential)))
+            groups.append(Group(layers, device))
     return groups
 
 
@@ -202,15 +193,12 @@ def _device_of(module: nn.Module) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def _workers(groups: list[Group], flat: nn.Sequential) -> tuple[list[int] | None, list[torch.device] | None]:
+def _workers(lies_on: set[torch.device], flat: nn.Sequential) -> tuple[list[int] | None, list[torch.device] | None]:
     """The balance and the devices of the inner pipe. None: it finds them by where the layers lie."""
-    devices = {each.device for each in groups}
     if is_placed(flat) or not len(flat):
         return None, None
-    if any(device.type != "cpu" for device in devices):
-        return [len(flat)], [device for device in devices if device.type != "cpu"]
-    if all(each.nested for each in groups):
-        return [len(each.layers) for each in groups], [each.device for each in groups]
+    if accelerators := [device for device in lies_on if device.type != "cpu"]:
+        return [len(flat)], accelerators
     # CPU workers, also beside accelerators
     return None, default_devices(len(flat), False, Machine(cores=Machine.here().cores))
 
@@ -237,7 +225,7 @@ def partition_model(
         >>> list(partition_model(module, [2, 1], ["cpu", "cpu"]).state_dict())
         ['0.0.weight', '1.0.weight']
     """
-    partitions = split_layers(module, choose_partitioning(module, balance, devices))
+    partitions: Any = pipework.partition_model(module, balance, devices)
     return nn.Sequential(*(nn.Sequential(*each) for each in partitions))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsInt
 
@@ -14,8 +15,7 @@ from pipework.compat import adapter, common
 from pipework.compat.adapter import AdaptedPipe, Adapter, refuse_unfit
 from pipework.compat.common import *  # noqa: F403
 from pipework.compat.installing import add_submodules
-from pipework.model.batchnorm import convert_deferred_batch_norm
-from pipework.model.sequential import TupleRule
+from pipework.model.sequential import TupleRule, named_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -54,8 +54,7 @@ class BalancedPipe(Adapter):
     """
 
     _verify: ClassVar[Callable[[Any], None]] = staticmethod(refuse_unfit)  # refuses modules
-    _import_line: ClassVar[str]  # for the message about a missing balance
-    _balance_package: ClassVar[str]
+    _balance_package: ClassVar[str]  # for messages about the balance
 
     def __init__(
         self,
@@ -71,19 +70,18 @@ class BalancedPipe(Adapter):
             raise self._unfit("balance is required")
         chunks, checkpoint = adapter.checked_chunks(chunks), adapter.checked_mode(checkpoint)
         type(self)._verify(module)
-        adapter.verify_skippables(module)
+        common.verify_skippables(module)
         counts = self._checked_balance(balance, len(module))
         places = [torch.device(each) for each in (range(torch.cuda.device_count()) if devices is None else devices)]
         if len(counts) > len(places):
-            raise IndexError(
-                f"too few devices to hold given partitions (devices: {len(places)}, partitions: {len(counts)})"
-            )
+            message = f"too few devices to hold given partitions (devices: {len(places)}, partitions: {len(counts)})"
+            raise IndexError(message)
         del places[len(counts) :]
         targets = [place for count, place in zip(counts, places, strict=True) for _ in range(count)]
         adapter.refuse_shared_parameters(zip(module, targets, strict=True))
-        if deferred_batch_norm:
-            convert_deferred_batch_norm(module, chunks)
-        pipe = AdaptedPipe(adapter.sequence(TupleKeeping, module), chunks, checkpoint, balance=counts, devices=places)
+        layers = TupleKeeping(OrderedDict(named_layers(module)))
+        layers.training = module.training
+        pipe = AdaptedPipe(layers, chunks, checkpoint, deferred_batch_norm, balance=counts, devices=places)
         super().__init__(pipe, pipe.partitions, places)
         self.balance = counts
 
@@ -104,13 +102,8 @@ class BalancedPipe(Adapter):
 
     @classmethod
     def _unfit(cls, message: str) -> ValueError:
-        return ValueError(
-            f"{message}\n\nA balance can be measured with '{cls._balance_package}':\n\n"
-            f"  {cls._import_line}\n"
-            f"  from {cls._balance_package} import balance_by_time\n\n"
-            "  balance = balance_by_time(number_of_partitions, model, sample_input)\n"
-            f"  model = {cls.__name__}(model, balance, ...)\n"
-        )
+        line = f"from {cls._balance_package} import balance_by_time"
+        return ValueError(f"{message}\n\nA balance can be measured:\n\n  {line}\n")
 
     def _checked_balance(self, balance: Iterable[int], layers: int) -> list[int]:
         # Also integers of tensors and NumPy; other values stay as they are for the messages.
@@ -147,7 +140,6 @@ def verify_module(module: nn.Sequential) -> None:
 class GPipe(BalancedPipe):
     """See `BalancedPipe`."""
 
-    _import_line: ClassVar[str] = "from torchgpipe import GPipe"
     _balance_package: ClassVar[str] = "torchgpipe.balance"
     _verify: ClassVar[Callable[[Any], None]] = staticmethod(verify_module)
 

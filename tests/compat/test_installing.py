@@ -1,10 +1,12 @@
 """`install` puts the adapters where old code imports them from; each test in a process of its own."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,63 +127,36 @@ def test_every_old_import_line_works(python: Python, tmp_path: Path) -> None:
 
 def test_installing_twice_changes_nothing(python: Python, tmp_path: Path) -> None:
     code = """
-import importlib.util, pickle, sys
+import pickle, sys
 from pipework.compat import install, sync
 install()
-before = dict(sys.modules), list(sys.meta_path)
-install()
+before = dict(sys.modules)
 install("fairscale", "sync", "torchgpipe")
-print((dict(sys.modules), list(sys.meta_path)) == before)
-
 import torch.distributed.pipeline.sync as old
-print(old is sync, pickle.loads(pickle.dumps(old.Pipe)) is sync.Pipe)
-print(importlib.util.find_spec("torch.distributed.pipeline").name, importlib.util.find_spec(old.__name__) is not None)
+print(dict(sys.modules) == before, old is sync, pickle.loads(pickle.dumps(old.Pipe)) is sync.Pipe)
 """
-    assert python(HIDE + code, tmp_path).splitlines() == ["True", "True True", "torch.distributed.pipeline True"]
+    assert python(HIDE + code, tmp_path) == "True True True\n"
 
 
 def test_one_library_alone(python: Python, fairscale: Path) -> None:
     code = """
+import sys
 from pipework.compat import install
 install("torchgpipe")
 from torchgpipe import GPipe
 from fairscale.nn import Pipe
-print(GPipe.__module__, Pipe.__module__)
-try:
-    import torch.distributed.pipeline
-except ModuleNotFoundError as error:
-    print(error)
+print(GPipe.__module__, Pipe.__module__, "torch.distributed.pipeline" in sys.modules)
 """
-    told = python(code, fairscale)
-    assert told.splitlines() == [
-        "pipework.compat.torchgpipe fairscale.nn.pipe.pipe",
-        "No module named 'torch.distributed.pipeline'",
-    ]
+    assert python(code, fairscale) == "pipework.compat.torchgpipe fairscale.nn.pipe.pipe False\n"
 
 
-@pytest.mark.parametrize("libraries", [("pippy",), ("sync", "Sync"), ("torch.distributed.pipeline",)])
-def test_an_unknown_library_is_refused_before_anything_is_done(libraries: tuple[str, ...]) -> None:
-    before = dict(sys.modules), list(sys.meta_path)
-    told = f"^no adapter for '{libraries[-1]}': there are 'sync', 'torchgpipe', 'fairscale'$"
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize("libraries", [("pippy",), ("sync", "Sync"), (["sync"],)])
+def test_an_unknown_library_is_refused_before_anything_is_done(libraries: tuple[Any, ...]) -> None:
+    before = dict(sys.modules)
+    told = f"no adapter for {libraries[-1]!r}: there are 'sync', 'torchgpipe', 'fairscale'"
+    with pytest.raises(ValueError, match=re.escape(told)):
         install(*libraries)
-    assert (dict(sys.modules), list(sys.meta_path)) == before
-
-
-@pytest.mark.parametrize("library", ["torch.distributed.pipeline.sync", "fairscale.nn", "torchgpipe.skip"])
-def test_a_library_may_be_called_as_in_import_lines(python: Python, library: str, tmp_path: Path) -> None:
-    code = f"""
-from pipework.compat import install
-install({library!r})
-import {library}
-print({library}.__name__)
-"""
-    assert python(code, tmp_path).startswith(("pipework.compat.", "fairscale.nn"))
-
-
-def test_a_list_of_libraries_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"^install takes names, such as install\("):
-        install(["sync"])
+    assert dict(sys.modules) == before
 
 
 # fairscale has much more than its Pipe
@@ -191,11 +166,9 @@ def test_a_list_of_libraries_is_refused() -> None:
 def test_of_a_real_fairscale_only_the_pipe_is_replaced(python: Python, earlier: str, fairscale: Path) -> None:
     code = f"""
 {earlier}
-import sys
 from pipework.compat import install
 install()
 install()
-print("fairscale" in sys.modules)
 from fairscale.nn import Other, Pipe, Wrapper
 import fairscale.nn.pipe
 from fairscale.nn.pipe.balance import balance_by_time
@@ -203,22 +176,14 @@ from fairscale.nn.pipe.microbatch import Batch
 from fairscale.nn.pipe.pipe import Pipe as same
 print(Pipe.__module__, fairscale.nn.Pipe is fairscale.nn.pipe.Pipe is same is Pipe)
 print(Other.__module__, Wrapper.__module__, Batch.__module__)
-print(len([finder for finder in sys.meta_path if type(finder).__module__.startswith("pipework")]) <= 1)
 """
     assert python(code, fairscale).splitlines() == [
-        str(bool(earlier)),  # it is not imported before somebody wants it
         "pipework.compat.fairscale.nn True",
         "fairscale.nn.other fairscale.nn.pipe fairscale.nn.pipe.microbatch",
-        "True",
     ]
 
 
 def test_a_folder_called_fairscale_is_not_fairscale(python: Python, tmp_path: Path) -> None:
     (tmp_path / "fairscale").mkdir()
-    code = """
-from pipework.compat import install
-install()
-from fairscale.nn import Pipe
-print(Pipe.__module__)
-"""
-    assert python(code, tmp_path) == "pipework.compat.fairscale.nn\n"
+    code = "import pipework.compat; pipework.compat.install(); from fairscale.nn import Pipe; print(Pipe.__module__)"
+    assert python(HIDE + code, tmp_path) == "pipework.compat.fairscale.nn\n"

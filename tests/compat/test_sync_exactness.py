@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework.compat.sync import Namespace, NoChunk, Pipe, PipeSequential, pop, skippable, stash
+from pipework.compat.sync import Namespace, NoChunk, Pipe, PipeSequential, WithDevice, pop, skippable, stash
 from pipework.testing import draw_key, micro_batch_random
+from tests.compat.originals import Say
 
 pytestmark = pytest.mark.usefixtures("rpc")
 WIDTH = 6
@@ -37,20 +38,6 @@ class Up(nn.Module):
         return torch.tanh(self.linear(torch.cat([x, skip], dim=1)))
 
 
-class Fork(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x.sin()
-
-
-class Join(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.bilinear(x, y)
-
-
 def u_net() -> nn.Sequential:
     outer, inner = Namespace(), Namespace()
     return nn.Sequential(
@@ -64,7 +51,13 @@ def drawing() -> nn.Sequential:
 
 
 def spreading() -> nn.Sequential:
-    return PipeSequential(nn.Linear(WIDTH, WIDTH), Fork(), Join(), nn.GELU(), nn.Linear(WIDTH, 2))
+    return PipeSequential(
+        nn.Linear(WIDTH, WIDTH),
+        Say(lambda x: (x, x.sin())),
+        nn.Bilinear(WIDTH, WIDTH, WIDTH),
+        nn.GELU(),
+        nn.Linear(WIDTH, 2),
+    )
 
 
 def flat(module: nn.Sequential) -> nn.Sequential:
@@ -74,7 +67,8 @@ def flat(module: nn.Sequential) -> nn.Sequential:
 
 def nested(module: nn.Sequential) -> nn.Sequential:
     """The same layers in two nested sequences, which are a worker each."""
-    return nn.Sequential(PipeSequential(*module[:2]), PipeSequential(*module[2:]))
+    parts = PipeSequential(*module[:2]), PipeSequential(*module[2:])
+    return nn.Sequential(*(WithDevice(part, "cpu") for part in parts))
 
 
 def reference_backward(model: nn.Sequential, x: Tensor, chunks: int, key: int) -> Tensor:
@@ -84,15 +78,11 @@ def reference_backward(model: nn.Sequential, x: Tensor, chunks: int, key: int) -
         with micro_batch_random(model, key, micro_batch):
             outputs.append(model(rows))
     joined = torch.cat(outputs).detach().requires_grad_()
-    square_mean(joined).backward()
+    joined.square().mean().backward()
     gradients = joined.grad.split([len(output) for output in outputs])
     for output, gradient in reversed(list(zip(outputs, gradients, strict=True))):
         output.backward(gradient)
     return joined.detach()
-
-
-def square_mean(output: Tensor) -> Tensor:
-    return output.square().mean()
 
 
 @pytest.mark.parametrize("rows", [8, 9, 2])
@@ -110,7 +100,7 @@ def test_three_steps_are_bitwise_equal(model: Any, arrange: Any, checkpoint: str
         expected = reference_backward(plain, x, pipe.chunks, draw_key())
         torch.manual_seed(step)
         output = pipe(of_pipe).local_value()
-        square_mean(output).backward()
+        output.square().mean().backward()
         assert torch.equal(output, expected)
         assert torch.equal(of_pipe.grad, x.grad)
         for optimizer in optimizers:
@@ -123,16 +113,9 @@ def test_three_steps_are_bitwise_equal(model: Any, arrange: Any, checkpoint: str
 
 
 def test_an_input_that_is_not_cut_gets_the_sum_of_its_gradients() -> None:
-    layer = nn.Bilinear(2, 2, 2)
     x, whole = torch.randn(4, 2), torch.randn(1, 2, requires_grad=True)
-
-    class Spread(nn.Module):
-        def forward(self, x: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-            return x, whole.expand_as(x)
-
-    Pipe(nn.Sequential(Spread(), layer), 2)(x, NoChunk(whole)).local_value().sum().backward()
-    (expected,) = torch.autograd.grad(layer(x, whole.expand_as(x)).sum(), whole)
-    torch.testing.assert_close(whole.grad, expected)
+    Pipe(nn.Sequential(Say(lambda x, whole: x * whole)), 2)(x, NoChunk(whole)).local_value().sum().backward()
+    torch.testing.assert_close(whole.grad, x.sum(0, keepdim=True))
 
 
 def test_a_loss_of_several_mini_batches() -> None:

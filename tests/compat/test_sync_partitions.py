@@ -1,23 +1,19 @@
 """Which layers form a partition, what that calls them, and which of them work together here."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import nn
 
 from pipework import PipeSequential, WithDevice
 from pipework.assignment.devices import Machine
-from pipework.compat.sync import Group, Pipe, group
+from pipework.compat.sync import Pipe, group
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-class Linear(nn.Linear):
+def linear(device: torch.device = CPU) -> nn.Linear:
     """On a device of one's choice; the meta device stands for an accelerator, since it is there on every machine."""
-
-    def __init__(self, device: torch.device = CPU) -> None:
-        super().__init__(2, 2, device=device)
+    return nn.Linear(2, 2, device=device)
 
 
 class Backwards(nn.Sequential):
@@ -30,78 +26,48 @@ class Backwards(nn.Sequential):
 
 
 def hooked(where: str) -> nn.Sequential:
-    sequence = nn.Sequential(Linear(), nn.ReLU())
+    sequence = nn.Sequential(linear(), nn.ReLU())
     getattr(sequence, where)(lambda *_: None)
     return sequence
-
-
-def sizes(groups: Sequence[Group]) -> list[tuple[int, torch.device]]:
-    """The number of layers of each group, and its device."""
-    return [(len(each.layers), each.device) for each in groups]
 
 
 # Partitions, as the old names tell them
 
 
-def test_every_layer_on_the_cpu_is_a_partition() -> None:
-    module = nn.Sequential(Linear(), nn.ReLU(), nn.Sequential(Linear(), Linear()), Linear())
-    assert sizes(group(module)) == [(1, CPU), (1, CPU), (2, CPU), (1, CPU)]
-
-
-def test_consecutive_layers_on_the_same_accelerator_are_one_partition() -> None:
-    module = nn.Sequential(Linear(META), nn.Sequential(Linear(META), nn.ReLU()), Linear(), Linear(META), Linear(META))
-    assert sizes(group(module)) == [(3, META), (1, CPU), (2, META)]
-
-
-def test_layers_without_parameters_count_as_on_the_cpu() -> None:
-    assert sizes(group(nn.Sequential(Linear(META), nn.ReLU(), Linear(META)))) == [(1, META), (1, CPU), (1, META)]
-
-
-def test_with_device_groups_a_layer() -> None:
-    layer = Linear()
-    groups = group(nn.Sequential(Linear(META), WithDevice(nn.ReLU(), "meta"), WithDevice(layer, META)))
-    assert sizes(groups) == [(3, META)]
-    assert groups[0].layers[2].module is layer
-
-
-def test_a_nested_sequence_is_flattened_once() -> None:
-    inner = nn.Sequential(Linear(), nn.ReLU())
-    (only,) = group(nn.Sequential(nn.Sequential(inner, nn.ReLU())))
-    assert only.layers[0] is inner
-    (spread,) = group(nn.Sequential(PipeSequential(Linear(), nn.ReLU())))
-    assert len(spread.layers) == 2
-
-
 @pytest.mark.parametrize(
-    "sequence",
+    ("layers", "sizes"),
     [
-        Backwards(Linear(), nn.ReLU()),
-        hooked("register_forward_hook"),
-        hooked("register_forward_pre_hook"),
-        hooked("register_full_backward_hook"),
-        hooked("register_full_backward_pre_hook"),
+        # Each layer on the CPU is one.
+        ([linear(), nn.ReLU(), nn.Sequential(linear(), linear()), linear()], [(1, CPU), (1, CPU), (2, CPU), (1, CPU)]),
+        # Consecutive layers on an accelerator are one.
+        (
+            [linear(META), nn.Sequential(linear(META), nn.ReLU()), linear(), linear(META), linear(META)],
+            [(3, META), (1, CPU), (2, META)],
+        ),
+        # A layer without parameters is on the CPU, unless it is in `WithDevice`.
+        ([linear(META), nn.ReLU(), linear(META)], [(1, META), (1, CPU), (1, META)]),
+        ([linear(META), WithDevice(nn.ReLU(), "meta"), WithDevice(linear(), META)], [(3, META)]),
+        # A nested sequence is opened once, if it only runs its layers.
+        ([nn.Sequential(nn.Sequential(linear(), nn.ReLU()), nn.ReLU())], [(2, CPU)]),
+        ([PipeSequential(linear(), nn.ReLU())], [(2, CPU)]),
+        ([Backwards(linear(), nn.ReLU())], [(1, CPU)]),
+        ([hooked("register_forward_hook")], [(1, CPU)]),
+        ([hooked("register_forward_pre_hook")], [(1, CPU)]),
+        ([hooked("register_full_backward_hook")], [(1, CPU)]),
+        ([hooked("register_full_backward_pre_hook")], [(1, CPU)]),
     ],
-    ids=["own forward", "forward hook", "forward pre-hook", "backward hook", "backward pre-hook"],
 )
-def test_a_nested_sequence_that_does_more_is_kept_whole(sequence: nn.Sequential) -> None:
-    (only,) = group(nn.Sequential(sequence))
-    assert only.layers == [sequence]
+def test_partitions(layers: list[nn.Module], sizes: list[tuple[int, torch.device]]) -> None:
+    assert [(len(each.layers), each.device) for each in group(nn.Sequential(*layers))] == sizes
 
 
 # Workers
 
 
 @pytest.mark.usefixtures("rpc")
-@pytest.mark.parametrize(
-    ("layers", "wanted"),
-    [
-        ([nn.Sequential(Linear(), nn.ReLU()), nn.Sequential(Linear())], [2, 1]),  # nested sequences are a worker each
-        ([WithDevice(Linear(), "cpu"), nn.ReLU(), WithDevice(Linear(), "cpu")], [2, 1]),
-        ([WithDevice(nn.Sequential(Linear(), Linear()), "cpu"), nn.Sequential(Linear(), nn.ReLU())], [1, 3]),
-    ],
-)
-def test_workers_on_the_cpu(layers: list[nn.Module], wanted: list[int]) -> None:
-    assert list(Pipe(nn.Sequential(*layers))._pipe.balance) == wanted
+def test_workers_on_the_cpu() -> None:
+    layers = [WithDevice(linear(), "cpu"), nn.ReLU(), WithDevice(nn.Sequential(linear(), linear()), "cpu"), nn.Tanh()]
+    assert list(Pipe(nn.Sequential(*layers))._pipe.balance) == [2, 3]
 
 
 # Under Pipe
@@ -133,7 +99,7 @@ def test_names_of_parameters_and_buffers() -> None:
 
 @pytest.mark.usefixtures("rpc")
 def test_hooks_and_own_forwards_of_nested_sequences_run() -> None:
-    sequence, backwards, calls = nn.Sequential(Linear(), nn.ReLU()), Backwards(Linear(), nn.Tanh()), []
+    sequence, backwards, calls = nn.Sequential(linear(), nn.ReLU()), Backwards(linear(), nn.Tanh()), []
     sequence.register_forward_hook(lambda *_: calls.append(1))
     pipe, x = Pipe(nn.Sequential(sequence, backwards), chunks=2), torch.randn(4, 2)
     output = pipe(x).local_value()
@@ -144,6 +110,6 @@ def test_hooks_and_own_forwards_of_nested_sequences_run() -> None:
 @pytest.mark.usefixtures("rpc")
 def test_what_lies_on_the_cpu_stays_there_on_a_machine_with_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Machine, "here", staticmethod(lambda: Machine((META, META), cores=8)))
-    pipe = Pipe(nn.Sequential(*(Linear() for _ in range(6))))
+    pipe = Pipe(nn.Sequential(*(linear() for _ in range(6))))
     assert pipe(torch.randn(4, 2)).local_value().device == CPU
     assert {parameter.device for parameter in pipe.parameters()} == {CPU}

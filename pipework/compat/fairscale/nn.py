@@ -16,7 +16,6 @@ verify_module = refuse_unfit
 class Pipe(torchgpipe.BalancedPipe):
     """See `pipework.compat.torchgpipe.BalancedPipe`."""
 
-    _import_line: ClassVar[str] = "from fairscale.nn import Pipe"
     _balance_package: ClassVar[str] = "fairscale.nn.pipe.balance"
 
 
