@@ -1,7 +1,5 @@
 """What tests of the adapters share: an RPC framework of this process alone, and the original libraries in another."""
 
-import importlib.util
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.compat import originals
 
 
 @pytest.fixture
@@ -39,11 +39,6 @@ def rpc(start_rpc: Callable[[], None]) -> None:
     start_rpc()
 
 
-spec = importlib.util.spec_from_file_location("pipework_originals", Path(__file__).with_name("originals.py"))
-sys.modules[spec.name] = originals = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(originals)
-
-
 @pytest.fixture(params=originals.VERSIONS)
 def name(request: pytest.FixtureRequest) -> str:
     """Runs a test for torchgpipe and for fairscale."""
@@ -69,7 +64,7 @@ def ask(name: str, originals_process: Any) -> Callable[..., Any]:
     """Asks the library itself what a scenario returns."""
     if not originals.installed(name):
         pytest.skip(f"the adapter is compared with {name} {originals.VERSIONS[name]}, which is not installed")
-    return lambda scenario, *arguments, **patience: originals_process.answer(scenario, name, *arguments, **patience)
+    return lambda scenario, *arguments: originals_process.answer(scenario, name, *arguments)
 
 
 @pytest.fixture

@@ -1,8 +1,5 @@
 """Runs torchgpipe and fairscale themselves, in a process of their own, and returns what they compute.
 
-Both wait forever when a layer raises SystemExit, and fairscale also when Python exits. The tests then kill that
-process; if the tests have ended, it ends by itself.
-
 A *scenario* is a function of a test file. It is called with a `Library` and further arguments, and returns a value that
 can be pickled. The test calls the same function with the adapter instead of the library, and compares the two values.
 """
@@ -31,6 +28,7 @@ from torch import nn
 
 VERSIONS = {"torchgpipe": "0.0.7", "fairscale": "0.4.13"}
 ROOT = Path(__file__).parents[2]
+PATIENCE = 60  # seconds for an answer
 
 
 @dataclass(frozen=True)
@@ -68,62 +66,56 @@ class Library:
         return self.Pipe(module, balance, devices=devices, chunks=chunks, checkpoint=checkpoint, **options)
 
 
-HANGS = "waits for ever"
+class Say(nn.Module):
+    """Calls a function with its inputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
 
 
-def answer(scenario: Callable[..., Any], library: Library, *arguments: Any) -> Any:
-    """What a scenario returns, or which exception it raises."""
-    torch.manual_seed(0)
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+
+
+def outcome(function: Callable[[], Any]) -> Any:
+    """What a function returns, or which error it raises."""
     try:
-        return scenario(library, *arguments)
+        return function()
     except Exception as error:
         return ("raises", type(error).__name__, str(error))
 
 
+def answer(scenario: Callable[..., Any], library: Library, *arguments: Any) -> Any:
+    """What a scenario returns, or which error it raises."""
+    torch.manual_seed(0)
+    return outcome(lambda: scenario(library, *arguments))
+
+
 class Originals:
-    """The process in which the libraries are."""
+    """The process in which the libraries are. It ends by itself when the tests have ended."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def answer(self, scenario: Callable[..., Any], name: str, *arguments: Any, patience: float = 60) -> Any:
-        """What a scenario returns with a library.
-
-        Args:
-            scenario: see above.
-            name: of the library.
-            arguments: of the scenario.
-            patience: for how many seconds to wait. `HANGS` is the answer if that was not enough.
-        """
-        if self._process is None:
-            self._start()
-        question = (scenario.__code__.co_filename, scenario.__name__, name, arguments, patience)
-        self._connection.send_bytes(pickle.dumps(question))
-        if not self._connection.poll(patience):
-            self.close()
-            return HANGS
-        try:
-            return pickle.loads(self._connection.recv_bytes())
-        except EOFError:  # it crashed; the next question starts another
-            self.close()
-            raise
-
-    def _start(self) -> None:
         self._connection, theirs = Pipe()
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, __file__, str(theirs.fileno())]
         self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
-        assert self._connection.poll(100), "the process with the original libraries does not start"
-        assert pickle.loads(self._connection.recv_bytes()) == "ready"
+
+    def answer(self, scenario: Callable[..., Any], name: str, *arguments: Any) -> Any:
+        """What a scenario returns with a library."""
+        self._connection.send_bytes(pickle.dumps((scenario.__code__.co_filename, scenario.__name__, name, arguments)))
+        assert self._connection.poll(2 * PATIENCE), "the process with the original libraries gives no answer"
+        return pickle.loads(self._connection.recv_bytes())
 
     def close(self) -> None:
         """Ends the process, in whatever state it is."""
-        if self._process is not None:
-            self._connection.close()
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
 
 
 def installed(name: str) -> bool:
@@ -150,10 +142,9 @@ def serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     files: dict[str, ModuleType] = {}
-    connection.send_bytes(pickle.dumps("ready"))
     while True:
-        path, function, name, arguments, patience = pickle.loads(connection.recv_bytes())
-        faulthandler.dump_traceback_later(2 * patience, exit=True)
+        path, function, name, arguments = pickle.loads(connection.recv_bytes())
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
         reply = answer(getattr(loaded(path, files), function), Library(name), *arguments)
         faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(pickle.dumps(reply))

@@ -15,34 +15,23 @@ from pipework.compat.sync import Pipe
 SCRIPT = Path(__file__).with_name("two_workers.py")
 
 
-@pytest.mark.parametrize("arguments", [(nn.Sequential(nn.Linear(2, 2)),), (None, 0, "INVALID")])
-def test_without_rpc_nothing_goes(arguments: tuple[object, ...]) -> None:
+def test_nothing_goes_without_rpc(start_rpc: Callable[[], None]) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     message = r"^Please initialize RPC framework for Pipe using torch\.distributed\.rpc\.init_rpc$"
-    with pytest.raises(RuntimeError, match=message):
-        Pipe(*arguments)
-
-
-def test_with_rpc_it_goes(start_rpc: Callable[[], None]) -> None:
-    module = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(RuntimeError):
-        Pipe(module)
+    for arguments in ([module], [None, 0, "INVALID"]):
+        with pytest.raises(RuntimeError, match=message):
+            Pipe(*arguments)
     start_rpc()
-    assert Pipe(module)(torch.randn(4, 2)).local_value().shape == (4, 2)
-
-
-@pytest.mark.usefixtures("rpc")
-def test_references_to_several_mini_batches() -> None:
-    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), chunks=2)
-    batches = [torch.randn(4, 2) for _ in range(3)]
+    pipe, batches = Pipe(module, chunks=2), [torch.randn(4, 2) for _ in range(2)]
     references = [pipe(x) for x in batches]
     for x, reference in zip(batches, references, strict=True):
+        assert reference.is_owner()
         torch.testing.assert_close(reference.local_value(), pipe[1](pipe[0](x)))
+        assert torch.equal(reference.to_here(), reference.local_value())
 
 
 @pytest.mark.thorough
 def test_another_worker_fetches_the_output_and_sends_gradients_back(tmp_path: Path) -> None:
-    if not torch.distributed.rpc.is_available():
-        pytest.skip("this build of torch has no RPC")
     path = os.pathsep.join(filter(None, [str(SCRIPT.parents[2]), *sys.path]))
     processes = [
         subprocess.Popen(

@@ -189,7 +189,7 @@ def assert_alike(mine: Any, original: Any, without_recomputation: Any) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_models(
     ask: Callable[..., Any], both: Callable[..., tuple[Any, Any]], seed: int, checkpoint: str
 ) -> None:
@@ -199,7 +199,7 @@ def test_random_models(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("first", range(24, 524, 50))
+@pytest.mark.parametrize("first", range(12, 512, 50))
 def test_many_random_models(
     ask: Callable[..., Any], both: Callable[..., tuple[Any, Any]], first: int, checkpoint: str
 ) -> None:
@@ -210,31 +210,7 @@ def test_many_random_models(
 
 def test_most_of_the_random_models_can_be_trained(both: Callable[..., tuple[Any, Any]]) -> None:
     """The others fail in both, as a batch norm does that sees a single row."""
-    assert sum(isinstance(both(random_training, seed, "never")[1], dict) for seed in range(24)) >= 16
-
-
-def training(library: Any, kind: str, cut: int, rows: int, chunks: int, checkpoint: str) -> dict[str, Any]:
-    """Two steps of a model that has one kind of layers in the middle, cut before its layer of a number."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), *blocks(library, 4)[kind](), nn.Linear(4, 2)).double()
-    balance = [cut, len(model) - cut] if cut < len(model) else [1] * len(model)
-    return trained(library.pipe(model, balance, chunks, checkpoint), [torch.randn(rows, 4) for _ in range(2)])
-
-
-KINDS = tuple(blocks(None, 4))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_layers_wherever_it_is_cut(
-    ask: Callable[..., Any], both: Callable[..., tuple[Any, Any]], kind: str, checkpoint: str
-) -> None:
-    """The last cut is behind all layers, and then each is a partition."""
-    for cut, rows, chunks in itertools.product((1, 2, 3, 99), (1, 2, 8, 9), (1, 2, 4)):
-        print("cut", cut, "rows", rows, "chunks", chunks)
-        original, mine = both(training, kind, cut, rows, chunks, checkpoint)
-        assert_alike(mine, original, ask(training, kind, cut, rows, chunks, "never"))
+    assert sum(isinstance(both(random_training, seed, "never")[1], dict) for seed in range(12)) >= 8
 
 
 def pair_training(library: Any, rows: int, chunks: int, checkpoint: str) -> list[Tensor]:
@@ -258,31 +234,29 @@ def test_pairs_of_inputs_and_outputs(
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def token_training(library: Any, checkpoint: str) -> list[Tensor]:
-    """Whole numbers go in, of which some rows of a weight get no gradient; the layers are in a subclass with a head."""
+def subclass_training(library: Any, checkpoint: str) -> list[Any]:
+    """A subclass of the pipe has a head of its own."""
 
     class WithHead(library.Pipe):
-        def __init__(self, layers: nn.Sequential) -> None:
-            super().__init__(layers, [1, 3], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+        def __init__(self) -> None:
+            layers = nn.Sequential(nn.Embedding(9, 4), nn.Tanh()).double()
+            super().__init__(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
             self.head = nn.Linear(4, 2).double()
 
         def forward(self, input: Tensor) -> Tensor:
             return self.head(super().forward(input))
 
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4)).double()
-    pipe = WithHead(layers)
-    output = pipe(torch.arange(12).view(4, 3) % 7)
-    output.square().sum().backward()
-    assert list(pipe.state_dict())[-2:] == ["head.weight", "head.bias"]
-    return [output.detach(), *(parameter.grad for parameter in pipe.parameters())]
+    pipe = WithHead()
+    pipe(torch.arange(12).view(4, 3) % 7).square().sum().backward()
+    return [list(pipe.state_dict()), *(parameter.grad.tolist() for parameter in pipe.parameters())]
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_tokens_through_a_subclass(both: Callable[..., tuple[Any, Any]], checkpoint: str) -> None:
-    original, mine = both(token_training, checkpoint)
-    assert len(mine) == 8
-    assert all(map(torch.equal, mine, original))
+def test_a_subclass_with_a_head(both: Callable[..., tuple[Any, Any]], checkpoint: str) -> None:
+    original, mine = both(subclass_training, checkpoint)
+    assert mine == original
+    assert mine[0][-1] == "head.bias"
 
 
 def hooked_training(library: Any, chunks: int, checkpoint: str) -> dict[str, Tensor]:
@@ -345,27 +319,3 @@ def test_deferred_batch_norms(both: Callable[..., tuple[Any, Any]], checkpoint: 
         weight = 1.0 if momentum is None and "0.1" in name else 0.1  # of the first mini-batch; before it there was a 1
         biased = (original[0][name] - (1 - weight)) / weight
         torch.testing.assert_close(mine[0][name], (1 - weight) + weight * biased * 6 / 5)
-
-
-def exact_training(library: Any, chunks: int, checkpoint: str) -> dict[str, Tensor]:
-    """Whole numbers, whose sums do not depend on their order."""
-    stash, pop = skippables(library)
-    torch.manual_seed(chunks)
-    model = nn.Sequential(nn.Linear(4, 4), stash("x"), Fork(), Join(), nn.ReLU(), pop("x"), nn.Linear(4, 2)).double()
-    for parameter in model.parameters():
-        parameter.data = torch.randint(-3, 4, parameter.shape).double()
-    pipe = library.pipe(model, [1, 2, 1, 3], chunks, checkpoint)
-    x = torch.randint(-3, 4, (11, 4)).double().requires_grad_()
-    for _ in range(2):  # gradients are added to those that are there
-        pipe(x).square().sum().backward()
-    return {"x": x.grad} | {name: parameter.grad for name, parameter in pipe.named_parameters()}
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 11])
-def test_whole_numbers_are_equal_to_the_last_bit(
-    both: Callable[..., tuple[Any, Any]], chunks: int, checkpoint: str
-) -> None:
-    original, mine = both(exact_training, chunks, checkpoint)
-    assert list(mine) == list(original)
-    assert all(torch.equal(mine[name], original[name]) for name in original)
