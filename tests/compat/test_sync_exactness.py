@@ -66,7 +66,7 @@ def flat(module: nn.Sequential) -> nn.Sequential:
 
 
 def nested(module: nn.Sequential) -> nn.Sequential:
-    """The same layers in two nested sequences, which are a worker each."""
+    """The same layers in two nested sequences, where each layer has a worker of its own."""
     parts = PipeSequential(*module[:2]), PipeSequential(*module[2:])
     return nn.Sequential(*(WithDevice(part, "cpu") for part in parts))
 
