@@ -4,8 +4,9 @@ A new thread inherits neither grad mode, inference mode, autocast, saved-tensor 
 them a layer would compute something else on a worker than on the caller's thread.
 
 A mode sees every operator of its thread: `torch.utils.flop_counter.FlopCounterMode` counts them, debugging modes print
-them, others replace them. Each thread has a stack of modes, so a mode of the caller would see nothing on a worker. The
-settings are always those around the forward. The modes in a backward are those around `loss.backward()`.
+them, others replace them. Each thread has a stack of modes, so a mode of the caller would see nothing on a worker. A
+mode is the user's object, written for one thread: while there is one, one thread executes the actions of all workers.
+The settings are always those around the forward. The modes in a backward are those around `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ import torch.utils.checkpoint
 from pipework import torch_private
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.overrides import TorchFunctionMode
 
-    from pipework.runtime.transport import Endpoint, Message, Receive
     from pipework.torch_private import TorchDispatchMode
 
 
@@ -131,32 +130,3 @@ class Modes(NamedTuple):
     def entered(self) -> AbstractContextManager[None]:
         """Puts the modes on the current thread's stacks."""
         return torch_private.modes_pushed(self.function, self.dispatch)
-
-
-class TakingTurns:
-    """An endpoint whose worker computes only while no other one does, and releases the lock while it waits.
-
-    A mode is the user's object, written for one thread. A counter's sums are right only if one worker runs at a time.
-    """
-
-    __slots__ = ("_endpoint", "_turn", "finish", "handlers", "sender")
-
-    def __init__(self, endpoint: Endpoint, turn: threading.Lock) -> None:
-        self._endpoint = endpoint
-        self._turn = turn
-        self.sender = endpoint.sender
-        self.handlers = endpoint.handlers
-        self.finish = endpoint.finish
-
-    def receiver(self, kind: str, stage: int) -> Receive:
-        """See `Endpoint.receiver`."""
-        receive, turn = self._endpoint.receiver(kind, stage), self._turn
-
-        def taking_turns(micro_batch: int) -> Message:
-            turn.release()
-            try:
-                return receive(micro_batch)
-            finally:
-                turn.acquire()
-
-        return taking_turns

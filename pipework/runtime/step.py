@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from pipework.autograd.tied_gradients import tied_gradients
-from pipework.runtime.caller_context import Modes, TakingTurns
+from pipework.runtime.caller_context import Modes
 from pipework.runtime.device import record_on
 from pipework.runtime.failure import Failure
 from pipework.runtime.out_of_memory import note_memory
@@ -21,7 +21,7 @@ from pipework.runtime.random.unseen_draws import Hold, generators_given_up
 from pipework.runtime.run_spec import RunSpec
 from pipework.runtime.stage.memory_meter import MemoryMeter
 from pipework.runtime.stage.stage_run import StageRun
-from pipework.runtime.worker import RunConditions, ThreadRun, WorkerRun
+from pipework.runtime.worker import ThreadRun, WorkerRun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -277,6 +277,8 @@ class Step:
             )
         micro_batches = self._program.schedule.micro_batches
         differentiates = orders is not self._program.forwards
+        modes = Modes.capture()
+        one_thread = engine.one_thread or bool(modes)  # a mode is an object that was written for one thread
         transport = engine.backend.transport(
             RunSpec(
                 self._runs,
@@ -288,23 +290,19 @@ class Step:
                 self._input_gradients and differentiates,
                 differentiates,
                 self._options.scaler if differentiates else None,
-                engine.one_thread,
+                one_thread,
             )
         )
         failure = Failure(transport.stop)
         engine.backend.during(failure)
-        modes = Modes.capture()
-        conditions = RunConditions(
-            failure,
-            context=self._context if begins and not self._context.is_usual else None,
-            modes=modes,
-            turn=threading.Lock() if modes and not engine.one_thread else None,
-            starting=engine.backend.starting,
-        )
-        workers = self._workers(orders, transport, conditions, retain_graph=retain_graph)
-        threads = [ThreadRun([worker], worker.order, conditions) for worker in workers]
-        if engine.one_thread and len(workers) > 1:
-            threads = [ThreadRun(workers, self._program.launch_order(orders), conditions)]
+        in_context = begins and not self._context.is_usual
+        workers = self._workers(orders, transport, one_thread, retain_graph=retain_graph, in_context=in_context)
+        of_threads = [([worker], worker.order) for worker in workers]
+        if one_thread and len(workers) > 1:
+            of_threads = [(workers, self._program.launch_order(orders))]
+        settings = [each for each in (self._context if in_context else None, modes) if each]
+        entering = [each.entered for each in settings]
+        threads = [ThreadRun(*each, failure, entering, engine.backend.starting) for each in of_threads]
         # A context can be entered once at a time only, and each worker needs the caller's variables: copies.
         elsewhere = self._variables if threading.get_ident() != self._thread else None
         variables = contextvars.copy_context() if elsewhere is None else elsewhere
@@ -364,14 +362,13 @@ class Step:
         return received
 
     def _workers(
-        self, orders: Orders, transport: Transport, conditions: RunConditions, *, retain_graph: bool
+        self, orders: Orders, transport: Transport, one_thread: bool, *, retain_graph: bool, in_context: bool
     ) -> list[WorkerRun]:
         """The workers of this process, ready to run."""
-        engine, turn = self._engine, conditions.turn
+        engine = self._engine
         workers: list[WorkerRun] = []
         drawing = {number: any(run.draws for run in self._runs_of(number).values()) for number in engine.devices}
-        # Of the one thread that executes the actions of all workers.
-        common = RandomStream(self._key) if engine.one_thread and any(drawing.values()) else None
+        common = RandomStream(self._key) if one_thread and any(drawing.values()) else None
         for number, device in engine.devices.items():
             runs, stream, hold = self._runs_of(number), common, None
             if stream is None and drawing[number]:
@@ -380,13 +377,17 @@ class Step:
                 # While a graph is captured nobody may ask for a state. What a worker draws unseen is not in the graph.
                 is_captured = engine.backend.is_whole and device.generator.is_captured()
                 hold = None if is_captured else Hold(device.generator, stream)
-            recorded = self._options.recorder is not None
-            worker = WorkerRun(number, runs, orders[number], device, stream, hold, recorded=recorded)
-            endpoint = transport.endpoints[number]
-            worker.connect(
-                endpoint if turn is None else TakingTurns(endpoint, turn),
+            worker = WorkerRun(
+                number,
+                runs,
+                orders[number],
+                device,
+                transport.endpoints[number],
+                stream,
+                hold,
+                recorded=self._options.recorder is not None,
                 retain_graph=retain_graph,
-                in_context=conditions.context is not None,
+                in_context=in_context,
             )
             workers.append(worker)
         return workers

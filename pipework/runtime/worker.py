@@ -1,13 +1,14 @@
 """Workers in one run: a thread executes a list of actions, under the modes and settings of the caller.
 
-Every schedule is such a list for each worker. A thread executes the actions of one worker, or with `one_thread` those
-of all workers of the process, in an order in which each message has been sent before it is read.
+Every schedule is such a list for each worker. A thread executes the actions of one worker, or those of all workers of
+the process (with `debug="one_thread"`, or under a mode) in an order in which each message has been sent before it is
+read.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pipework.autograd.aliases import standing_in
 from pipework.runtime.failure import Stopped
@@ -15,11 +16,10 @@ from pipework.runtime.random import kernels
 from pipework.schedule import KINDS, Interval
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from pipework.autograd.aliases import Aliases
-    from pipework.runtime.caller_context import CallerContext, Modes
     from pipework.runtime.device import WorkerDevice
     from pipework.runtime.failure import Failure
     from pipework.runtime.random.streams import RandomStream
@@ -61,35 +61,20 @@ def run_actions(
         failure.report(error, action)
 
 
-class RunConditions(NamedTuple):
-    """Conditions that all workers of a run share.
-
-    Attributes:
-        failure: keeps the first exception.
-        context: the caller's settings, in which layers run; None: they are those of a new thread.
-        modes: the caller's modes.
-        turn: held by the one worker that computes, if there are modes; None: workers compute at the same time.
-        starting: called before each action; None: nothing is.
-    """
-
-    failure: Failure
-    context: CallerContext | None
-    modes: Modes
-    turn: threading.Lock | None
-    starting: Callable[[Action], None] | None = None
-
-
 class WorkerRun:
     """One worker's part of a run.
 
     Args:
         worker: its number.
-        runs: the worker's stages.
+        runs: the worker's stages, which this connects; see `StageRun.connect`.
         order: its actions.
         device: the worker's.
+        endpoint: the worker's side of the transport.
         stream: the source of the random numbers of the thread that executes the actions; None: no layer draws any.
         hold: see `StageRun.connect`.
         recorded: whether actions are recorded with their times.
+        retain_graph: see `StageRun.connect`.
+        in_context: see `StageRun.connect`.
 
     Attributes:
         handlers: by (kind, stage), the function that executes an action.
@@ -102,41 +87,29 @@ class WorkerRun:
         runs: Mapping[int, StageRun],
         order: Sequence[Action],
         device: WorkerDevice,
+        endpoint: Endpoint,
         stream: RandomStream | None,
-        hold: Hold | None = None,
+        hold: Hold | None,
         *,
         recorded: bool,
+        retain_graph: bool,
+        in_context: bool,
     ) -> None:
         self._worker = worker
         self.runs = runs
         self.order = order
         self.device = device
         self.stream = stream
-        self._hold = hold
         self.is_recorded = recorded
         self._marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] = []
-        self.handlers: dict[tuple[str, int], Callable[[Action], None]] = {}
-        for stage, run in runs.items():
-            self.handlers["F", stage] = run.forward
-            self.handlers["R", stage] = run.recompute
-            self.handlers["B", stage] = run.backward
-            self.handlers["I", stage] = run.backward
-            self.handlers["W", stage] = run.backward
-
-    def connect(self, endpoint: Endpoint, *, retain_graph: bool, in_context: bool) -> None:
-        """Prepares the worker's stages for the run; see `StageRun.connect`."""
         self.finish = endpoint.finish
-        for kind, handler in endpoint.handlers.items():
-            self.handlers.update({(kind, stage): handler for stage in self.runs})
-        for run in self.runs.values():
-            run.connect(
-                endpoint,
-                stream=self.stream,
-                hold=self._hold,
-                started=self._mark_start if self.is_recorded else None,
-                retain_graph=retain_graph,
-                in_context=in_context,
+        self.handlers: dict[tuple[str, int], Callable[[Action], None]] = {}
+        started = self._mark_start if recorded else None
+        for stage, run in runs.items():
+            handlers = run.connect(
+                endpoint, stream=stream, hold=hold, started=started, retain_graph=retain_graph, in_context=in_context
             )
+            self.handlers |= {(kind, stage): handle for kind, handle in {**handlers, **endpoint.handlers}.items()}
 
     def disconnect(self) -> None:
         """After the run."""
@@ -177,49 +150,55 @@ class ThreadRun:
     """The actions that one thread executes.
 
     Args:
-        workers: whose they are, connected.
+        workers: whose they are.
         order: the actions.
-        conditions: those of all workers of the run.
+        failure: of the run; it keeps the first exception.
+        entering: the caller's settings and modes: functions that return a context each, in which the actions run.
+        starting: called before each action; None: nothing is.
     """
 
-    def __init__(self, workers: Sequence[WorkerRun], order: Sequence[Action], conditions: RunConditions) -> None:
+    def __init__(
+        self,
+        workers: Sequence[WorkerRun],
+        order: Sequence[Action],
+        failure: Failure,
+        entering: Sequence[Callable[[], AbstractContextManager[None]]] = (),
+        starting: Callable[[Action], None] | None = None,
+    ) -> None:
         self._workers = workers
         self._order = order
-        self._conditions = conditions
+        self._failure = failure
+        self._entering = entering
+        self._starting = [] if starting is None else [starting]
         self._by_stage = {stage: worker for worker in workers for stage in worker.runs}
+        if len(workers) > 1 and any(worker.device.stream is not None for worker in workers):
+            self._starting.append(self._enter_device)
 
     def __call__(self) -> None:
-        """Executes the actions in the caller's modes and settings; the failure keeps an exception."""
-        conditions = self._conditions
+        """Executes the actions; the failure keeps an exception."""
         try:
             with contextlib.ExitStack() as stack:
-                if conditions.turn is not None:
-                    stack.enter_context(conditions.turn)
-                if conditions.context is not None:
-                    stack.enter_context(conditions.context.entered())
-                if conditions.modes:
-                    stack.enter_context(conditions.modes.entered())
+                for entered in self._entering:
+                    stack.enter_context(entered())
                 self._execute()
         except Stopped:
             pass
         except BaseException as error:  # entering or leaving a context
-            conditions.failure.report(error, None)
+            self._failure.report(error, None)
 
     def _execute(self) -> None:
-        failure, workers = self._conditions.failure, self._workers
+        workers = self._workers
         handlers = {place: handler for worker in workers for place, handler in worker.handlers.items()}
         # Before anything is launched on this thread, such as what gathers parameters.
         workers[0].device.enter_thread()
         for worker in workers:
             worker.start_clock()
-        starting = [] if self._conditions.starting is None else [self._conditions.starting]
-        if len(workers) > 1 and any(worker.device.stream is not None for worker in workers):
-            starting.append(self._enter_device)
+        finished = self._finished if workers[0].is_recorded else None
         aliases = [run.aliases for worker in workers for run in worker.runs.values()]
         later = [each for worker in workers for each in worker.gathered_later()]
         with standing_in(aliases, later), kernels.drawing_from(workers[0].stream):
-            run_actions(self._order, handlers, failure, self._finished if workers[0].is_recorded else None, starting)
-            if not failure.happened:
+            run_actions(self._order, handlers, self._failure, finished, self._starting)
+            if not self._failure.happened:
                 for worker in workers:
                     worker.finish()
 

@@ -67,13 +67,13 @@ class WorkerThreads:
         return max(1, threads // max(1, self._cpu_workers))
 
     def run(self, jobs: Sequence[Callable[[], None]], interrupted: Callable[[BaseException], None]) -> None:
-        """Runs one job on each worker and waits until all have ended. Jobs must not raise.
+        """Runs each job on a worker and waits until all have ended. Jobs must not raise.
 
         The caller may be interrupted (Ctrl-C) between any two instructions. So progress is kept as state that can be
         read again: a message would be lost if the interruption came just after it was taken.
 
         Args:
-            jobs: one for each worker.
+            jobs: one for each worker, or for the first ones.
             interrupted: called if the caller is interrupted; it must make the jobs end soon.
         """
         threads = torch.get_num_threads()
@@ -85,7 +85,7 @@ class WorkerThreads:
             try:
                 if interruption is not None:
                     interrupted(interruption)
-                for queue, task in zip(self._queues, tasks, strict=True):
+                for queue, task in zip(self._queues, tasks, strict=False):
                     if not task.queued:
                         queue.put(task)
                         task.queued = True

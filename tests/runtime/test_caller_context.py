@@ -1,7 +1,6 @@
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from pipework.runtime.caller_context import CallerContext, Modes, TakingTurns
+from pipework.runtime.caller_context import CallerContext, Modes
 
 
 def on_a_new_thread(function: Callable[[], Any]) -> Any:
@@ -119,26 +118,3 @@ def test_modes_are_the_same_objects_on_another_thread_in_order_and_leave_nothing
     thread.start()
     thread.join()
     assert stacks == [([outer, inner], [dispatch]), ([], [])]
-
-
-def test_a_worker_that_waits_lets_others_compute() -> None:
-    turn = threading.Lock()
-
-    class Endpoint:
-        handlers: Mapping[str, object] = MappingProxyType({})
-
-        def sender(self, kind: str, stage: int) -> None: ...
-
-        def finish(self) -> None: ...
-
-        def receiver(self, kind: str, stage: int) -> Callable[[int], str]:
-            def receive(micro_batch: int) -> str:
-                assert not turn.locked()
-                return "message"
-
-            return receive
-
-    endpoint = TakingTurns(Endpoint(), turn)
-    with turn:
-        assert endpoint.receiver("F", 0)(0) == "message"
-        assert turn.locked()

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipework import Pipe
-from pipework.runtime.caller_context import Modes
 from pipework.runtime.failure import Failure, Stopped
-from pipework.runtime.worker import RunConditions, ThreadRun, run_actions
+from pipework.runtime.worker import ThreadRun, run_actions
 from pipework.schedule import Action
 
 ORDER = [Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)]
@@ -90,8 +89,7 @@ def test_a_thread_enters_its_device_before_parameters_are_gathered_on_it() -> No
         finish=lambda: done.append("finish"),
     )
     failure = Failure(lambda: None)
-    conditions = RunConditions(failure, context=None, modes=Modes((), ()), turn=None)
-    ThreadRun([worker], [Action("F", 0, 0)], conditions)()  # type: ignore[list-item]
+    ThreadRun([worker], [Action("F", 0, 0)], failure)()  # type: ignore[list-item]
     assert not failure.happened
     assert done == ["enter", "clock", "gather", "F", "finish", "reshard"]
 

@@ -147,7 +147,7 @@ class StageRun:
         started: Callable[[], None] | None = None,
         retain_graph: bool = False,
         in_context: bool = False,
-    ) -> None:
+    ) -> dict[str, Callable[[Action], None]]:
         """Prepares for one run of the worker.
 
         Args:
@@ -157,6 +157,9 @@ class StageRun:
             started: called when an action has received its inputs and begins to compute, if given.
             retain_graph: whether the B actions leave their graphs for another run.
             in_context: whether the caller's settings for the layers are in force during the whole run.
+
+        Returns:
+            By the kinds of actions, the functions that execute them.
         """
         self._receive_input = endpoint.receiver("F", self._index)
         self._receive_gradient = endpoint.receiver("B", self._index)
@@ -174,10 +177,11 @@ class StageRun:
         # Most stages of most mini-batches have nothing of this around their layers.
         around = (self._ports, self._hold, self.meter, self._weight_store, self._stray)
         self._runs_layers_alone = self._inspected and all(each is None for each in around)
-        self._leaves_autocast = in_context and bool(self._context.autocasts)
-        self._run_backward = torch_private.run_backward
-        if self._leaves_autocast:
-            self._run_backward = functools.partial(_without_autocast, self._context, self._run_backward)
+        backward = self.backward
+        if in_context and self._context.autocasts:
+            # As PyTorch advises: autocast would cast the products and sums of a backward again.
+            backward = self._context.without_autocast()(backward)
+        return {"F": self.forward, "R": self.recompute, "B": backward, "I": backward, "W": backward}
 
     def disconnect(self) -> None:
         """After a run: drops the `started` callback, which refers to this object."""
@@ -337,16 +341,13 @@ class StageRun:
             # A backward may draw random numbers, from a stream of its own.
             self._enter_stream(-1 - self._index, micro_batch)
         if self._weight_store is None:
-            return boundary.gradients(leaves, self._run_backward, starts, seeds, self._retain_graph)
-        run = functools.partial(self._run_backward, starts, seeds, self._retain_graph)
+            return boundary.gradients(leaves, torch_private.run_backward, starts, seeds, self._retain_graph)
+        run = functools.partial(torch_private.run_backward, starts, seeds, self._retain_graph)
         return boundary.gradients(leaves, self._weight_store.differentiate, micro_batch, run)
 
     def _add_weight_gradients(self, store: WeightGradientStore, micro_batch: int) -> None:
         """The deferred gradients."""
-        add = store.add_weight_gradients
-        if self._leaves_autocast:
-            add = functools.partial(_without_autocast, self._context, add)
-        add(micro_batch, again=self._retain_graph)
+        store.add_weight_gradients(micro_batch, again=self._retain_graph)
         if self._memory.pending:
             self._memory.separate()
         if self._check_finite:
@@ -529,12 +530,6 @@ class StageRun:
                 "the pipe has no loss_fn, so the last layer is given the target and returns the loss; "
                 "or give Pipe a loss_fn",
             )
-
-
-def _without_autocast(context: CallerContext, run: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """Runs a backward, or a half of it, as PyTorch advises: autocast would cast its products and sums again."""
-    with context.without_autocast():
-        run(*arguments, **options)
 
 
 def _itself(output: Tensor) -> Root:
