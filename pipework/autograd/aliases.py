@@ -187,9 +187,8 @@ class Aliases:
             self.sharded.reshard()
 
 
-def standing_in(
-    several: Iterable[Aliases], gathered_later: Collection[Aliases] = ()
-) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def standing_in(several: Sequence[Aliases], gathered_later: Collection[Aliases] = ()) -> Iterator[None]:
     """A context in which the modules of several stages hold their aliases in place of their parameters.
 
     Afterwards each module holds what it held before, also if that is no longer the parameter found at first.
@@ -201,46 +200,30 @@ def standing_in(
     Raises:
         RuntimeError: another pipe is running one of the layers at the same time.
     """
-    return _StandingIn(list(several), gathered_later)
-
-
-class _StandingIn:
-    __slots__ = ("_found", "_gathered_later", "_several")
-
-    def __init__(self, several: list[Aliases], gathered_later: Collection[Aliases]) -> None:
-        self._several = several
-        self._gathered_later = gathered_later
-        self._found: list[Tensor | None] = []
-
-    def __enter__(self) -> None:
-        thread, found = threading.get_ident(), self._found
-        try:
-            with _taking_slots:
-                for aliases in self._several:
-                    if aliases._stray is not None:
-                        aliases._stray.running = True
-                    for slots, name, parameter, alias in aliases._slots:
-                        present = slots.get(name)
-                        if present is not parameter and present is not None:
-                            _refuse_foreign_alias(present)
-                        alias.pipework_thread = thread  # type: ignore[attr-defined]
-                        found.append(present)
-                        slots[name] = alias
-            for aliases in self._several:
-                if aliases.sharded is not None and aliases not in self._gathered_later:
-                    aliases.gather()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        taken = [slot for aliases in self._several for slot in aliases._slots]
-        for aliases in self._several:
+    thread = threading.get_ident()
+    taken: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor | None]] = []
+    try:
+        with _taking_slots:
+            for aliases in several:
+                if aliases._stray is not None:
+                    aliases._stray.running = True
+                for slots, name, parameter, alias in aliases._slots:
+                    present = slots.get(name)
+                    if present is not parameter and present is not None:
+                        _refuse_foreign_alias(present)
+                    alias.pipework_thread = thread  # type: ignore[attr-defined]
+                    taken.append((slots, name, alias, present))
+                    slots[name] = alias
+        for aliases in several:
+            if aliases not in gathered_later:
+                aliases.gather()
+        yield
+    finally:
+        for aliases in several:
             if aliases._stray is not None:
                 aliases._stray.running = False
-            if aliases.sharded is not None:
-                aliases.reshard()
-        for (slots, name, _, alias), present in reversed(list(zip(taken, self._found, strict=False))):
+            aliases.reshard()
+        for slots, name, alias, present in reversed(taken):
             if slots.get(name) is alias:  # a layer that replaced its own parameter keeps what it put there
                 slots[name] = present
 

@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 
 from pipework import torch_private
 from pipework.values.dtensor import is_dtensor
+from pipework.values.tensor_form import extent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,11 +115,11 @@ def _copied(leaf: Tensor) -> Tensor:
     plain = leaf.detach()
     if is_dtensor(leaf) or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg() or not leaf.numel():
         return plain.clone()
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
     # Kernels also add in another order if the first element is aligned in another way.
     shift = leaf.data_ptr() % torch_private.ALIGNMENT // leaf.element_size()
-    memory = plain.new_empty(shift + extent)
-    memory[shift:] = plain.as_strided((extent,), (1,))
+    size = extent(leaf.shape, leaf.stride())
+    memory = plain.new_empty(shift + size)
+    memory[shift:] = plain.as_strided((size,), (1,))
     return memory.as_strided(leaf.shape, leaf.stride(), shift).data
 
 

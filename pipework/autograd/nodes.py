@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,27 +45,6 @@ FREED: Final = (
 """A note on PyTorch's error for a second backward, which does not say what was called twice."""
 
 
-class Backward(Protocol):
-    """The source of the gradients that the nodes of one mini-batch return."""
-
-    @property
-    def step(self) -> Step:
-        """The mini-batch."""
-
-    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> Factor | None:
-        """Called by the last node, with the gradients of the pipe's outputs.
-
-        Returns:
-            The factor of all gradients; None: there are none.
-        """
-
-    def of_inputs(self, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
-        """The gradients of the pipe's input tensors."""
-
-    def of_parameters(self, stage: int, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
-        """The gradients of a stage's parameters."""
-
-
 @dataclass
 class LossOutside:
     """The workers go backward when the user's backward begins.
@@ -82,18 +61,26 @@ class LossOutside:
     join: Callable[[Sequence[Message]], list[Tensor | None]]
     returned: list[Message] = field(default_factory=list)
 
-    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> Factor:
-        """See `Backward`: runs everything that computes the gradients."""
+    def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> Factor | None:
+        """Called by the last node: runs everything that computes the gradients.
+
+        Args:
+            gradients: those of the pipe's outputs.
+            retain_graph: whether this may be called again.
+
+        Returns:
+            The factor of all gradients; None: there are none.
+        """
         self.returned = self.step.backward(self.cut(gradients), retain_graph=retain_graph)
         return Factor(1.0)
 
     def of_inputs(self, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
-        """See `Backward`."""
+        """The gradients of the pipe's input tensors."""
         of_inputs, self.returned = self.join(self.returned), []
         return of_inputs
 
     def of_parameters(self, stage: int, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
-        """See `Backward`."""
+        """The gradients of a stage's parameters."""
         return self.step.take_gradients(stage)
 
 
@@ -121,7 +108,7 @@ class LossInside:
     _latest: Factor | None = field(default=None, init=False)
 
     def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> Factor | None:
-        """See `Backward`: returns the factor by which the gradients are still to be multiplied, mostly 1."""
+        """See `LossOutside`: returns the factor by which the gradients are still to be multiplied, mostly 1."""
         (gradient,) = gradients
         if gradient is None:  # a node behind the loss may return None
             return None
@@ -143,7 +130,7 @@ class LossInside:
             self.arrived(self._latest)
 
     def of_inputs(self, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
-        """See `Backward`."""
+        """See `LossOutside`."""
         gradients = self.join(self.returned)
         if not retain_graph:
             self.returned = []
@@ -151,8 +138,12 @@ class LossInside:
         return factor.times(gradients, keep=retain_graph or not factor.is_one)
 
     def of_parameters(self, stage: int, factor: Factor, *, retain_graph: bool) -> list[Tensor | None]:
-        """See `Backward`; without `retain_graph` the buffers themselves, which autograd takes over without a copy."""
+        """Without `retain_graph` the buffers themselves, which autograd takes over without a copy."""
         return factor.times(self.step.take_gradients(stage, keep=retain_graph), keep=retain_graph)
+
+
+Backward: TypeAlias = LossOutside | LossInside
+"""The source of the gradients that the nodes of one mini-batch return."""
 
 
 class StageNode(torch.autograd.Function):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from pipework.runtime.device import WorkerDevice, link
 from pipework.runtime.stage.execution_views import shared_modules
-from pipework.runtime.stage.layer_errors import layer_text
 from pipework.runtime.stage.stage import Stage
 from pipework.runtime.worker_threads import WorkerThreads
 from pipework.values.dtensor import is_over_processes, placement_text
@@ -146,7 +145,6 @@ def make_engine(
             skips=skips,
             tuples=tuples,
             loss=loss if index + 1 == len(placement) else None,
-            before=_last_layer(named_layers, index, sum(balance[:index])),
             shares_output=index + 1 in partitions and devices[index] == devices[index + 1],
         )
         for index, layers in named_layers.items()
@@ -170,14 +168,3 @@ def make_engine(
     every = (tensor for part in partitions.values() for tensor in (*part.parameters(), *part.buffers()))
     engine.refuse_over_processes(next(filter(is_over_processes, every), None))
     return engine
-
-
-def _last_layer(
-    named_layers: Mapping[int, Sequence[tuple[str, nn.Module]]], stage: int, layers_before: int
-) -> str | None:
-    """The layer before a stage, as messages call it; None: there is none."""
-    if not layers_before:
-        return None
-    if stage - 1 in named_layers:
-        return layer_text(*named_layers[stage - 1][-1])
-    return f"the last layer of stage {stage - 1} (number {layers_before - 1} of the model)"

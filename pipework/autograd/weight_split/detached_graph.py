@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from pipework import torch_private
 from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, Parts, computed_with
-from pipework.autograd.weight_split.operators import EXPLICIT
+from pipework.autograd.weight_split.operators import Linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -41,8 +41,8 @@ class _DetachedGraph(Operation):
     ) -> None:
         self._function, self._arguments, self._options, self.parameters = function, arguments, options, parameters
         self.name = getattr(function, "__name__", "an operator")
-        # Autocast casts what einsum makes of its operands, and the arguments of all others.
-        self._casts = function is not torch.einsum
+        # Autocast casts what einsum makes of its operands, nothing of an embedding, and the arguments of all others.
+        self._casts = function not in (torch.einsum, F.embedding)
         self._leaves: dict[int, Tensor] = {}  # in place of the parameters
         self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # in the stage's graph, and in the detached one
 
@@ -120,7 +120,7 @@ def with_detached_graph(function: Any, arguments: tuple[Any, ...], options: dict
     # Two runs of the engine call the hook that unpacks twice.
     hooks = torch_private.saved_tensor_hooks()
     once = hooks is not None and not getattr(hooks[1], "may_be_called_twice", False)
-    if function is F.embedding or "out" in options or once:
+    if "out" in options or once or (function is F.embedding and not _is_plain_embedding(*arguments, **options)):
         return None
     found = dict.fromkeys(tensors_among((arguments, *options.values())))
     parameters = tuple([tensor for tensor in found if isinstance(tensor, DeferrableAlias)])
@@ -128,6 +128,19 @@ def with_detached_graph(function: Any, arguments: tuple[Any, ...], options: dict
     if not any(alias.dim() > 1 for alias in parameters):
         return None
     return _DetachedGraph(function, arguments, options, parameters)
+
+
+def _is_plain_embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> bool:
+    """Whether an embedding leaves its weight as it is, and has a dense gradient."""
+    return max_norm is None and not sparse
 
 
 def _declined(*arguments: Any, **options: Any) -> None:
@@ -138,6 +151,6 @@ _MATMUL = (torch.matmul, torch.mm, torch.addmm, torch.einsum, torch.bmm, torch.b
 _METHODS = (Tensor.matmul, Tensor.mm, Tensor.__matmul__, Tensor.addmm, Tensor.bmm, Tensor.baddbmm)
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 OPERATORS: Final[Mapping[Any, Callable[..., Operation | None]]] = MappingProxyType(
-    {**dict.fromkeys((*_MATMUL, *_METHODS, *_CONVOLUTIONS), _declined), **EXPLICIT}
+    {**dict.fromkeys((*_MATMUL, *_METHODS, *_CONVOLUTIONS, F.embedding), _declined), F.linear: Linear.of}
 )
 """PyTorch's function to what makes an operation of its arguments, or None if `with_detached_graph` decides."""

@@ -129,41 +129,6 @@ class Operation:
             )
 
 
-class OperationWithBias(Operation):
-    """An operator that multiplies its input by a weight, in some way, and adds a bias."""
-
-    __slots__ = ("_bias", "_weight")
-
-    def __init__(self, kept: Tensor, weight: DeferrableAlias, bias: Tensor | None = None) -> None:
-        self.kept, self._weight, self._bias = kept, weight, bias
-        self.parameters = (weight, bias) if isinstance(bias, DeferrableAlias) else (weight,)
-
-    def leave_out(self, alias: DeferrableAlias) -> bool:
-        """See `Operation`."""
-        if alias is self._weight or torch_private.any_autocast():
-            return False
-        self.parameters = (self._weight,)
-        return True
-
-    @property
-    def bias_is_deferred(self) -> bool:
-        """Whether the bias is one of the parameters."""
-        return len(self.parameters) == 2
-
-    def computed(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The input, the weight and the bias as the operator reads them. Sets `kept` to that input."""
-        bias = self._bias
-        if torch_private.any_autocast():
-            self.kept, weight, bias = map(_cast, (self.kept, self._weight, bias))
-        else:
-            weight = self._weight.plain
-            if len(self.parameters) == 2:
-                bias = bias.plain  # type: ignore[union-attr]
-        if isinstance(self._bias, DeferrableAlias) and not self.bias_is_deferred:
-            bias = self._bias  # with a graph
-        return self.kept, weight, bias
-
-
 def computed_with(*tensors: Any) -> list[Any]:
     """What an operator reads in place of tensors: the memory of an alias, and under autocast a copy in its dtype.
 

@@ -1,7 +1,8 @@
-"""The operators that can defer the gradients of their parameters, each with autograd's own formula.
+"""The linear layer, which computes the gradients of its weight and bias by autograd's own formula.
 
-The tests compare each with autograd, to the last bit and for every dtype. For arguments with which a formula would give
-other bits, the operator runs in a detached graph (see `detached_graph`), or as always.
+A detached graph (see `detached_graph`) would cost the most frequent operator two runs of the engine more. The tests
+compare with autograd, to the last bit and for every dtype. A call for which the formula would give other bits runs in a
+detached graph.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipework import torch_private
-from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, OperationWithBias, Parts
+from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, Parts, computed_with
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -40,20 +41,36 @@ def _times(rows: Tensor, matrix: Tensor) -> Tensor:
     return product if rows.dim() == 2 else torch_private.unsafe_view(product, (*rows.shape[:-1], matrix.shape[1]))
 
 
-class _Linear(OperationWithBias):
+class Linear(Operation):
     """F.linear(x, w, b)."""
 
-    __slots__ = ("_at_once", "_shape")
+    __slots__ = ("_at_once", "_bias", "_shape", "_weight")
     name = "linear"
+
+    def __init__(self, kept: Tensor, weight: DeferrableAlias, bias: Tensor | None = None) -> None:
+        self.kept, self._weight, self._bias = kept, weight, bias
+        self.parameters = (weight, bias) if isinstance(bias, DeferrableAlias) else (weight,)
 
     @classmethod
     def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operation | None:
+        """The operation for a call; None: `with_detached_graph` decides."""
         if not _is_factor(weight) or isinstance(input, DeferrableAlias) or input.dim() < 2:
             return None
         return cls(input, weight, bias) if _is_bias(bias, weight.sizes[0]) else None
 
+    def leave_out(self, alias: DeferrableAlias) -> bool:
+        """See `Operation`: the bias may be left to autograd."""
+        if alias is self._weight or torch_private.any_autocast():
+            return False
+        self.parameters = (self._weight,)
+        return True
+
     def run(self) -> Tensor:
-        kept, weight, bias = self.computed()
+        """See `Operation`."""
+        kept, weight, bias = computed_with(self.kept, self._weight, self._bias)
+        self.kept = kept
+        if isinstance(self._bias, DeferrableAlias) and len(self.parameters) == 1:
+            bias = self._bias  # with a graph
         self._shape = None
         is_matrix = kept.dim() == 2
         # PyTorch adds the bias to the rows of a matrix, or after the product.
@@ -67,70 +84,21 @@ class _Linear(OperationWithBias):
         return output if bias is None else output.add_(bias)
 
     def shaped(self, output: Tensor) -> Tensor:
+        """See `Operation`."""
         return output if self._shape is None else output.view(self._shape)
 
     def run_whole(self) -> Tensor:
+        """See `Operation`."""
         return F.linear(self.kept, self._weight, self._bias)
 
     def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
+        """See `Operation`."""
         rows = _rows(gradient)
         of_weight = self._weight, rows.t().mm(_rows(kept, rows.dtype))
-        if not self.bias_is_deferred:
+        if len(self.parameters) == 1:
             return (of_weight,)
         bias = self.parameters[1]
         return of_weight, (bias, rows.sum(0) if self._at_once else gradient.sum_to_size(bias.sizes))
-
-
-class _Embedding(Operation):
-    """F.embedding(indices, w)."""
-
-    __slots__ = ("_options", "_weight")
-    name = "embedding"
-
-    def __init__(
-        self, kept: Tensor, weight: DeferrableAlias, padding_idx: int | None, scale_grad_by_freq: bool
-    ) -> None:
-        self.kept, self._weight = kept, weight
-        self.parameters = (weight,)
-        self._options = padding_idx, scale_grad_by_freq
-
-    @classmethod
-    def of(
-        cls,
-        input: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Operation | None:
-        if not isinstance(weight, DeferrableAlias) or max_norm is not None or sparse:
-            return None
-        return cls(input, weight, padding_idx, scale_grad_by_freq)
-
-    def run(self) -> Tensor:
-        return self._call(self._weight.plain)
-
-    def run_whole(self) -> Tensor:
-        return self._call(self._weight)
-
-    def _call(self, weight: Tensor) -> Tensor:
-        padding_idx, scale_grad_by_freq = self._options
-        return F.embedding(self.kept, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
-
-    def gradients(self, kept: Tensor, gradient: Tensor) -> Parts:
-        padding_idx, scale_grad_by_freq = self._options
-        count = self._weight.sizes[0]
-        padding = -1 if padding_idx is None else padding_idx if padding_idx >= 0 else count + padding_idx
-        part = torch.ops.aten.embedding_dense_backward(gradient, kept, count, padding, scale_grad_by_freq)
-        return ((self._weight, part),)
-
-
-EXPLICIT: Final[Mapping[Any, Callable[..., Operation | None]]] = MappingProxyType(
-    {F.linear: _Linear.of, F.embedding: _Embedding.of}
-)
-"""PyTorch's function to what makes an operation of its arguments, or None if this call needs another way."""
 
 
 def _decomposed(function: Any) -> Any:

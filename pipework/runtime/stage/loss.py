@@ -176,29 +176,22 @@ class LossRun:
         self.targets: dict[int, Message] = {}
         self.taker = stage.layers[-1].number if loss.function is None else -1
         self.trains = trains
-        self._seeds: list[Tensor] = []  # gradients of losses whose B is still to come; empty: the next B makes some
         self._detached: set[int] = set()  # micro-batches whose loss has no graph
 
     def clear(self) -> None:
         """Drops every tensor."""
         self.targets.clear()
-        self._seeds = []
         self._loss.seen = None
 
     def gradient(self, root: Tensor | GradientEdge | None) -> Tensor | None:
-        """The gradient of a micro-batch's loss, with which its backward starts; None if the loss has no graph."""
+        """The gradient of a micro-batch's loss, with which its backward starts; None if the loss has no graph.
+
+        It has memory of its own, because a backward may overwrite it.
+        """
         if root is None:
             return None
-        if not self._seeds:
-            self._make_seeds(cast("Tensor", root))  # a loss is kept itself, and not as its edge
-        return self._seeds.pop()
-
-    def _make_seeds(self, like: Tensor) -> None:
-        """Makes the gradients of all micro-batches' losses. Each has memory of its own: a backward may overwrite it."""
-        scale = self._loss.scale
-        shape = (self._loss.micro_batches,) if type(like) is Tensor else ()
-        seeds = like.new_empty(shape).copy_(scale) if isinstance(scale, Tensor) else like.new_full(shape, scale)
-        self._seeds = list(seeds.unbind()) if shape else [seeds]
+        loss, scale = cast("Tensor", root), self._loss.scale  # a loss is kept itself, and not as its edge
+        return loss.new_empty(()).copy_(scale) if isinstance(scale, Tensor) else loss.new_full((), scale)
 
     def outputs(
         self,

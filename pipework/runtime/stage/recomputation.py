@@ -26,6 +26,7 @@ from pipework.runtime.caller_context import Modes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -61,24 +62,23 @@ def is_recomputing() -> bool:
     return _phase.recomputing
 
 
-@contextlib.contextmanager
-def checkpointing() -> Iterator[None]:
+def checkpointing() -> AbstractContextManager[None]:
     """Marks the first pass of a checkpointed micro-batch on this thread."""
-    _phase.checkpointing = True
-    try:
-        yield
-    finally:
-        _phase.checkpointing = False
+    return _in_phase("checkpointing")
+
+
+def recomputing() -> AbstractContextManager[None]:
+    """Marks a recomputation on this thread."""
+    return _in_phase("recomputing")
 
 
 @contextlib.contextmanager
-def recomputing() -> Iterator[None]:
-    """Marks a recomputation on this thread."""
-    _phase.recomputing = True
+def _in_phase(name: str) -> Iterator[None]:
+    setattr(_phase, name, True)
     try:
         yield
     finally:
-        _phase.recomputing = False
+        setattr(_phase, name, False)
 
 
 SMALL: Final = 64 * 1024

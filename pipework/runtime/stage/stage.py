@@ -44,7 +44,6 @@ class Stage:
         skips: all skip connections of the pipe.
         tuples: how a tuple reaches a layer.
         loss: computed after the layers, if it is a module.
-        before: the layer before the first one, as messages call it; None: there is none.
     """
 
     def __init__(
@@ -59,10 +58,8 @@ class Stage:
         skips: Sequence[Skip],
         tuples: TupleRule,
         loss: nn.Module | None = None,
-        before: str | None = None,
     ) -> None:
         self.index = index
-        self._before = before
         self.skips = skips
         self.device = device
         self.shares_output = shares_output
@@ -98,7 +95,9 @@ class Stage:
     def before(self, number: int) -> str | None:
         """The layer before layer `number`, as messages call it; None: there is none."""
         place = number - self.layers[0].number
-        return layer_text(self.layers[place - 1].name, self.layers[place - 1].module) if place else self._before
+        if not place:
+            return f"the last layer of stage {self.index - 1}" if self.index else None
+        return layer_text(self.layers[place - 1].name, self.layers[place - 1].module)
 
     def stray_gradients(self) -> StrayGradients | None:
         """Refuses gradients from outside of the pipe in one mini-batch; None: the mini-batch is not checked."""

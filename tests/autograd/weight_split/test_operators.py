@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipework.autograd.weight_split.detached_graph import OPERATORS
+from pipework.autograd.weight_split.detached_graph import OPERATORS, with_detached_graph
+from pipework.autograd.weight_split.store import WeightGradientAlias, WeightGradientStore
 from tests.autograd.weight_split.harness import Layer, check
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -207,8 +208,10 @@ def test_what_is_not_put_off(how: str, grad: bool, dtype: torch.dtype) -> None:
 
 
 def test_a_sparse_gradient_is_not_put_off() -> None:
-    assert OPERATORS[F.embedding](torch.tensor([1]), of((2, 2), torch.float32), sparse=True) is None
-    assert OPERATORS[F.embedding](torch.tensor([1]), of((2, 2), torch.float32), max_norm=1.0) is None
+    weight = WeightGradientAlias.of(torch.zeros(2, 2), WeightGradientStore({}), True)
+    for options, is_put_off in (({}, True), ({"sparse": True}, False), ({"max_norm": 1.0}, False)):
+        operation = with_detached_graph(F.embedding, (torch.tensor([1]), weight), options)
+        assert (operation is not None) == is_put_off
 
 
 def test_every_operator_says_what_it_is() -> None:
