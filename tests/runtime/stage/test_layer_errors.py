@@ -49,13 +49,12 @@ WRAPPED = r"layer '{}' \(Wrapped\) returned {{'?x'?: tensor}}, which {} was give
 @pytest.mark.parametrize(
     ("make", "note"),
     [
-        (lambda: [nn.LSTM(4, 4, batch_first=True), linear()], LSTM.format(0, r"layer '1' \(Linear\)")),  # on a stage
         (lambda: [linear(), nn.LSTM(4, 4, batch_first=True), linear()], LSTM.format(1, r"layer '2' \(Linear\)")),
         (lambda: [linear(), nn.LSTM(4, 4, batch_first=True)], LSTM.format(1, "loss_fn")),
-        (lambda: [Nothing(4, 4), nn.LayerNorm(4)], NOTHING.format(0, r"layer '1' \(LayerNorm\)")),
+        (lambda: [Nothing(4, 4), linear()], "the last layer of stage 0 returned None, which layer '1'"),
         (lambda: [linear(), Nothing(4, 4), linear()], NOTHING.format(1, r"layer '2' \(Linear\)")),
         (lambda: [linear(), Nothing(4, 4)], NOTHING.format(1, "loss_fn")),
-        (lambda: [Wrapped(4, 4), linear()], WRAPPED.format(0, r"layer '1' \(Linear\)", 0)),
+        (lambda: [linear(), Wrapped(4, 4), linear()], WRAPPED.format(1, r"layer '2' \(Linear\)", 1)),
     ],
 )
 def test_the_layer_that_returned_it_is_named(make: Callable[[], list[nn.Module]], note: str) -> None:
