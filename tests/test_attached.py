@@ -2,9 +2,6 @@
 
 import collections
 import copy
-import gc
-import io
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipework import Plan, attach, plan, to_sequential
+from pipework.model.checkpoint import MODES
 from pipework.model.parts.cut import Cuttable
+from tests.helpers import saved_and_loaded
 from tests.model.parts.harness import assert_exact, assert_same, attached, loss_in, plain_step
 from tests.model.parts.models import (
     MODELS,
@@ -32,11 +31,11 @@ from tests.model.parts.models import (
     batch_of,
     loss_of,
 )
+from tests.tiers import sampled
 
 # The forward itself computes with a gradient between units. Several stages compute that, each with its own summand of
 # the gradient, so that sums and products round in another order.
 ROUNDS = (Lists, Plain)
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
 
 def groups(kind: type[nn.Module]) -> int:
@@ -50,24 +49,21 @@ def check(kind: type[nn.Module], balance: list[int], **options: Any) -> None:
     assert_exact(model, batch_of(kind), but=but, steps=1 if rounds else 2, balance=balance, **options)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
-def test_two_workers(kind: type[nn.Module], schedule: str) -> None:
-    count, stages = groups(kind), 4 if schedule in ("interleaved-1f1b", "zb-v") else 2
-    if count < stages:
-        pytest.skip("the model has fewer units than the schedule has stages")
-    check(kind, [1] * (stages - 1) + [count - stages + 1], chunks=4, schedule=schedule)
+# The schedule of two workers, or how micro-batches are kept where each unit has a worker.
+CUTS = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "always", "except_last", "never")
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
-def test_one_unit_for_each_worker(kind: type[nn.Module], checkpoint: str) -> None:
+@pytest.mark.parametrize(("kind", "cut"), sampled(MODELS, CUTS, each=3, whole=1))
+def test_models(kind: type[nn.Module], cut: str) -> None:
     count = groups(kind)
-    chunks = 4 if kind is Changing else 3  # its parts copy the inputs, to memory that begins elsewhere
-    check(kind, [1] * count, chunks=chunks, devices=["cpu"] * count, checkpoint=checkpoint)
-
-
-FEW = {"iterations": 8, "timeout": 0}
+    if cut in MODES:
+        chunks = 4 if kind is Changing else 3  # its parts copy the inputs, to memory that begins elsewhere
+        check(kind, [1] * count, chunks=chunks, devices=["cpu"] * count, checkpoint=cut)
+        return
+    stages = 4 if cut in ("interleaved-1f1b", "zb-v") else 2
+    if count < stages:
+        cut, stages = "1f1b", 2
+    check(kind, [1] * (stages - 1) + [count - stages + 1], chunks=4, schedule=cut)
 
 
 def plan_of(kind: type[nn.Module], **options: Any) -> Plan:
@@ -202,7 +198,7 @@ def test_a_replaced_module_is_noticed() -> None:
         model(**batch_of(Plain))
 
 
-@pytest.mark.parametrize("copies", [copy.deepcopy, lambda model: _pickled(model)], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("copies", [copy.deepcopy, saved_and_loaded], ids=["deepcopy", "pickle"])
 def test_a_copy_has_a_pipe_of_its_own(copies: Callable[[nn.Module], nn.Module]) -> None:
     model, batch = Vision(), batch_of(Vision)
     plain = copy.deepcopy(model)
@@ -214,13 +210,6 @@ def test_a_copy_has_a_pipe_of_its_own(copies: Callable[[nn.Module], nn.Module]) 
     assert torch.equal(loss.detach(), expected)
     assert_same(copied, plain)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def _pickled(model: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
@@ -450,19 +439,6 @@ def test_inputs_go_by_their_names(sampled: bool) -> None:
     assert torch.equal(positional, loss_in(model(labels=labels, y=y, x=x)).detach())
 
 
-def test_a_pipe_that_is_taken_off_is_freed_at_once() -> None:
-    model, batch = Plain(), batch_of(Plain)
-    pipe = weakref.ref(attach(model, batch, chunks=2, devices=["cpu"] * 2))
-    model(**batch)["loss"].backward()
-    gc.collect()
-    gc.disable()
-    try:
-        del model.forward
-        assert pipe() is None
-    finally:
-        gc.enable()
-
-
 def test_uses_of_attach_that_are_refused() -> None:
     batch = batch_of(Plain)
     model = Plain()
@@ -510,17 +486,6 @@ def test_frozen_batch_norms_stay_in_evaluation() -> None:
     before = [module.training for module in model.modules()]
     attached(model, batch)
     assert [module.training for module in model.modules()] == before
-
-
-def test_autocast() -> None:
-    model, batch = Vision(), batch_of(Vision)
-    plain = copy.deepcopy(model)
-    attached(model, batch, chunks=2, balance=[3, 3])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = loss_in(model(**batch))
-        expected = plain_step(plain, batch, 2)
-    loss.backward()
-    assert torch.equal(loss.detach(), expected)
 
 
 def test_functional_loss_of_other_names() -> None:

@@ -145,16 +145,6 @@ def test_every_schedule_on_two_devices(schedule: str, checkpoint: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["two", "four", "cpu between two"])
-def test_evaluation(kind: str) -> None:
-    devices = devices_of(kind)
-    plain = model(0.1).double().eval()
-    pipe = Pipe(copy.deepcopy(plain), 4, balance=BALANCES[len(devices)], devices=devices).eval()
-    with torch.no_grad():
-        for x, _ in batches(5):
-            same(pipe(x.to(devices[0])), torch.cat([plain(part) for part in x.chunk(4)]))
-
-
 @pytest.mark.parametrize("place", [0, 1, "cpu"])
 def test_inputs_may_lie_anywhere_and_get_their_gradients_there(place: int | str) -> None:
     where = torch.device("cpu") if place == "cpu" else accelerator(int(place))
@@ -172,30 +162,6 @@ def test_inputs_may_lie_anywhere_and_get_their_gradients_there(place: int | str)
         assert inputs[1].grad is not None
         assert inputs[1].grad.device == where
         same(inputs[1].grad, inputs[0].grad)
-
-
-def test_given_micro_batches() -> None:
-    plain = model().double()
-    pipe = Pipe(copy.deepcopy(plain), 3, balance=[2, 3], devices=devices_of("two"), loss_fn=F.cross_entropy)
-    for x, y in batches(3, rows=9):
-        xs, ys = MicroBatches(x.split([2, 3, 4])), MicroBatches(y.split([2, 3, 4]))
-        plain.zero_grad()
-        pipe.zero_grad()
-        same_step_inside(pipe, plain, xs, ys, chunks=3)
-
-
-def test_two_calls_before_backward_and_a_retained_graph() -> None:
-    plain = model().double()
-    pipe = Pipe(copy.deepcopy(plain), 4, "never", balance=[2, 3], devices=devices_of("two"))
-    (first, _), (second, _) = batches(2)
-    for x in (first, second, second):
-        reference_backward(plain, x, torch.sum, 4, draw_key())
-    outputs = [pipe(first), pipe(second)]
-    outputs[0].sum().backward()
-    loss = outputs[1].sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    same_gradients(pipe, plain)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -216,22 +182,6 @@ def test_dropout_is_the_same_for_any_number_of_stages_and_when_recomputed(stages
     torch.testing.assert_close(output, reference.output)
     for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad)
-
-
-@every_mode
-def test_dropout_on_four_devices_depends_on_the_seed_alone(checkpoint: str) -> None:
-    pipe = Pipe(model(0.3).double(), 4, checkpoint, balance=BALANCES[4], devices=devices_of("four"))
-    x = torch.randn(64, WIDTH, dtype=torch.float64)
-    results = []
-    for _ in range(3):
-        torch.manual_seed(1)
-        pipe.zero_grad()
-        output = pipe(x)
-        output.sum().backward()
-        results.append([output, *(parameter.grad for parameter in pipe.parameters())])
-    for again in results[1:]:
-        for actual, expected in zip(again, results[0], strict=True):
-            same(actual, expected)
 
 
 def test_the_callers_own_stream_is_respected() -> None:

@@ -1,4 +1,3 @@
-import copy
 import logging
 import threading
 import weakref
@@ -79,14 +78,6 @@ def test_extra_devices_are_named_in_a_warning(schedule: str | Schedule) -> None:
     with pytest.warns(PipeWarning, match=r"3 devices for 1 worker: "):
         Pipe(layers(), balance=[4], devices=["cpu"] * 3)
     Pipe(nn.Sequential(), devices=["cpu"])
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-def test_every_checkpoint_mode_is_legal_with_one_chunk(checkpoint: str) -> None:
-    pipe = Pipe(layers(), 1, checkpoint)
-    assert (pipe.chunks, pipe.checkpoint) == (1, checkpoint)
-    pipe(torch.randn(3, 4)).sum().backward()
-    assert pipe[0].weight.grad is not None
 
 
 def test_without_balance_and_devices_it_chooses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,25 +176,7 @@ def test_training_flags_reach_layers_and_partitions() -> None:
     assert [layer.training for layer in pipe] == [False, False, True, True]
 
 
-def test_print_is_a_table() -> None:
-    assert str(two_stages()).splitlines() == [
-        "Pipe: 4 layers in 2 partitions",
-        "  partition  device  layers      parameters  bytes",
-        "          0  cpu     0 .. 1 (2)          40  160 B",
-        "          1  cpu     2 .. 3 (2)          40  160 B",
-        "schedule gpipe, 4 chunks, checkpoint 'except_last', bubble 16.7% if all partitions take equally long",
-    ]
-
-
 # Forward
-
-
-def test_batches_of_any_size() -> None:
-    pipe = two_stages()
-    plain = nn.Sequential(*pipe)
-    for rows in (1, 2, 3, 4, 5, 9):
-        x = torch.randn(rows, 4)
-        torch.testing.assert_close(pipe(x), plain(x))
 
 
 def test_an_empty_batch_is_what_it_is_for_the_plain_module() -> None:
@@ -215,28 +188,6 @@ def test_an_empty_batch_is_what_it_is_for_the_plain_module() -> None:
 def test_an_empty_module_returns_its_input() -> None:
     x = torch.randn(2, 2)
     assert Pipe(nn.Sequential())(x) is x
-
-
-def test_tuples_cross_boundaries() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.linear(x), x if y is None else y
-
-    pipe = Pipe(nn.Sequential(Two(), Two(), Two()), chunks=2, balance=[1, 1, 1], devices=["cpu"] * 3)
-    x = torch.randn(5, 4, requires_grad=True)
-    first, second = pipe(x)
-    a, b = pipe[0](x)
-    a, b = pipe[1](a, b)
-    a, b = pipe[2](a, b)
-    torch.testing.assert_close(first, a)
-    assert torch.equal(second, x)
-    second.sum().backward()
-    assert torch.equal(x.grad, torch.ones(5, 4))
-    assert pipe[0].linear.weight.grad is None
 
 
 def test_a_layer_of_one_argument_gets_a_tuple_whole() -> None:
@@ -262,16 +213,6 @@ def test_values_that_are_no_tensors() -> None:
     output, rows = pipe(torch.ones(5, 2), 3, flip=True)
     assert torch.equal(output, -3 * torch.ones(5, 2))
     assert rows == [3, 2]
-
-
-def test_no_grad_and_inference_mode_leave_no_graph() -> None:
-    pipe = two_stages()
-    x = torch.randn(4, 4)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            output = pipe(x)
-        assert not output.requires_grad
-    assert output.is_inference()
 
 
 def test_grad_mode_is_read_where_the_pipe_is_called() -> None:
@@ -301,44 +242,6 @@ def test_bad_input_is_refused_before_any_work(inputs: tuple[object, ...], error:
     pipe(torch.randn(4, 4)).sum().backward()
 
 
-def test_in_place_first_operations_behave_as_in_the_plain_module() -> None:
-    def module(*first: nn.Module) -> nn.Sequential:
-        return nn.Sequential(*first, nn.ReLU(inplace=True), nn.Linear(4, 4))
-
-    x = torch.randn(6, 4)
-    for checkpoint in ("never", "except_last", "always"):
-        plain = module(nn.Linear(4, 4))
-        pipe = Pipe(copy.deepcopy(plain), 3, checkpoint, balance=[1, 2], devices=["cpu"] * 2)
-        plain(x).sum().backward()
-        pipe(x).sum().backward()
-        torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
-    # Sigmoid saves its output, which the next partition overwrites: PyTorch's own error in both.
-    for model in (module(nn.Sigmoid()), Pipe(module(nn.Sigmoid()), 3, "never", balance=[1, 2], devices=["cpu"] * 2)):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            model(x.clone().requires_grad_()).sum().backward()
-    # The caller's own leaf.
-    for model in (module(), Pipe(module(), 3, "never", balance=[1, 1], devices=["cpu"] * 2)):
-        with pytest.raises(
-            RuntimeError, match="leaf Variable that requires grad is being used in an in-place operation"
-        ):
-            model(x.clone().requires_grad_())
-
-
-def test_a_checkpointed_stage_that_overwrites_its_input_is_recomputed_from_the_original() -> None:
-    class AddOne(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.add_(1)
-
-    plain = nn.Sequential(nn.Linear(4, 4), AddOne(), nn.Linear(4, 4), nn.Tanh())
-    pipe = Pipe(copy.deepcopy(plain), 3, "always", balance=[1, 3], devices=["cpu"] * 2)
-    for _ in range(2):
-        x = torch.randn(6, 4)
-        plain(x).sum().backward()
-        pipe(x).sum().backward()
-    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
-    torch.testing.assert_close(pipe[2].weight.grad, plain[2].weight.grad)
-
-
 # Outside, it is ordinary autograd
 
 
@@ -365,30 +268,6 @@ def test_a_layer_that_takes_no_part_is_left_alone() -> None:
     pipe(torch.randn(4, 4)).sum().backward()
     assert pipe[1].unused.grad is None
     assert pipe[0].weight.grad is not None
-
-
-def test_a_layer_used_twice_gets_the_sum_from_any_stages() -> None:
-    shared = nn.Linear(4, 4).double()
-    plain = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh())
-    for balance in ([4], [2, 2], [1, 1, 1, 1]):
-        module = copy.deepcopy(plain)
-        pipe = Pipe(module, chunks=3, balance=balance, devices=["cpu"] * len(balance))
-        x = torch.randn(6, 4, dtype=torch.float64)
-        plain.zero_grad()
-        plain(x).sum().backward()
-        pipe(x).sum().backward()
-        torch.testing.assert_close(pipe[0].weight.grad, shared.weight.grad, rtol=1e-12, atol=1e-15)
-
-
-def test_tied_parameters_of_two_stages_get_the_sum() -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-    plain[2].weight = plain[0].weight
-    pipe = Pipe(copy.deepcopy(plain), chunks=3, balance=[1, 2], devices=["cpu"] * 2)
-    assert pipe[2].weight is pipe[0].weight
-    x = torch.randn(6, 4, dtype=torch.float64)
-    plain(x).sum().backward()
-    pipe(x).sum().backward()
-    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad, rtol=1e-12, atol=1e-15)
 
 
 def test_a_hidden_parameter_is_refused_by_name() -> None:
@@ -433,19 +312,6 @@ def test_the_callers_context_reaches_every_layer() -> None:
     assert len(seen) == 8
     assert set(seen) == {(torch.bfloat16, True, True, "meta")}
     assert pipe[0].linear.weight.grad.dtype == torch.float32
-
-
-def test_saved_tensor_hooks_reach_every_stage() -> None:
-    packed: list[str] = []
-    pipe = two_stages(checkpoint="never")
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed.append(threading.current_thread().name)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        pipe(torch.randn(4, 4)).sum().backward()
-    assert {name for name in packed if name.startswith("pipework")} == {"pipework worker 0", "pipework worker 1"}
 
 
 def test_each_worker_has_its_share_of_the_cores() -> None:

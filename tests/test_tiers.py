@@ -4,8 +4,7 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-from tests.exactness.test_grid import sampled
-from tests.tiers import repeating
+from tests.tiers import repeating, sampled
 
 
 def cases_of(**axes: list[Any]) -> list[Any]:

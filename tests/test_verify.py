@@ -346,24 +346,6 @@ def test_what_is_wrong_is_named(case: str) -> None:
     assert "DIFFERS" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        ("padding", {"loss_weight": lambda target: (target != -100).sum()}),
-        ("rows by coincidence", {}),
-        ("sum", {"loss_reduction": "sum"}),
-    ],
-)
-def test_with_what_the_reason_says_it_is_right(case: str, options: dict[str, Any]) -> None:
-    if case == "padding":
-        found = verified(token_layers(), target=padded_targets(), loss_fn=of_tokens, **options)
-    elif case == "sum":
-        found = verified(layers(), loss_fn=summed, **options)
-    else:
-        found = verified([Masked(), nn.Tanh()], batch()[0], NoChunk(torch.randn(ROWS)))
-    assert found, found
-
-
 def test_what_was_not_compared_is_said() -> None:
     with torch.no_grad():
         assert any("torch.no_grad()" in note for note in verified(layers()).notes)

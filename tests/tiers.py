@@ -7,19 +7,24 @@
 * Tests marked `gpu` are skipped in all of these without an accelerator, and `tests/accelerator` is left out:
   `make test-accelerator` runs both, in processes whose accelerator is simulated.
 
-There are two rules, and both give the same choice each time:
+There are three rules, and all give the same choice each time:
 
 * Of a test's cases, enough stay in `make test` that each value of each parameter occurs in one of them.
+* Of a test's other cases, a seeded choice of a few runs with `make test-thorough`, the rest with `make test-all`.
 * Of the tests in a file that start processes, the first one stays in `make test`.
 
 A test that marks some of its cases `thorough` itself is left as it is.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import pytest
 
+A_FEW = 12  # cases of a test, beside those of `make test`
+RARELY = 24  # slow cases of a row, see `sampled`
 STARTING = {"launch", "originals_process", "start", "start_python"}  # fixtures that start processes
 
 
@@ -30,7 +35,10 @@ def mark_thorough(items: Iterable[pytest.Item]) -> None:
     )
     chosen = [cases for cases in tests.values() if not any("thorough" in case.keywords for case in cases)]
     for cases in chosen:
-        leave_out(repeating(cases))
+        others = repeating(cases)
+        leave_out(others)
+        for case in others[A_FEW:]:
+            case.add_marker(pytest.mark.slow)
     starting = [case for cases in chosen for case in cases if STARTING & {*case.fixturenames}]
     for cases in grouped(starting, lambda case: str(case.path)).values():
         leave_out(cases[1:])
@@ -78,3 +86,18 @@ def key_of(value: object) -> Hashable:
     except TypeError:
         return repr(value)
     return type(value), value
+
+
+def sampled(*axes: Any, each: int, whole: int = 2) -> list[Any]:
+    """Combinations. Of those that agree in the first `whole` axes, a seeded choice of `each` is not slow.
+
+    Of that choice, `make test` runs one. A larger choice is slow.
+    """
+    chooser = random.Random(0)
+    cases = []
+    for first in itertools.product(*axes[:whole]):
+        others = list(itertools.product(*axes[whole:]))
+        drawn = chooser.sample(others, min(len(others), each + RARELY))
+        marks = [(), *[pytest.mark.thorough] * (each - 1), *[pytest.mark.slow] * RARELY]
+        cases += [pytest.param(*first, *other, marks=mark) for other, mark in zip(drawn, marks, strict=False)]
+    return cases

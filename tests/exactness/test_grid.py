@@ -4,8 +4,6 @@ A sample of the grid is run each time, the whole of it where slow tests are aske
 """
 
 import copy
-import itertools
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +17,7 @@ from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.schedule import SCHEDULES
 from pipework.skip import Namespace
 from tests.ranks import held, own_mesh
+from tests.tiers import sampled
 
 WAYS = ("outside", *(name for name in SCHEDULES if name not in ("fill-drain", "forward-only")))
 CHECKPOINT_MODES = ("never", "except_last", "always")
@@ -222,24 +221,6 @@ MODELS = {
     "parameter-twice": Model(one_parameter_twice, is_tied=True),
 }
 BALANCES = ([5], [2, 3], [1, 3, 1], [1, 1, 1, 2], [1, 1, 1, 1, 1])
-
-
-def sampled(*axes: Any, each: int, whole: int = 2) -> list[Any]:
-    """All combinations. Of those that agree in the first `whole` axes, a seeded choice of `each` is not slow.
-
-    Of that choice, `make test` runs one.
-    """
-    chooser = random.Random(0)
-    cases = []
-    for first in itertools.product(*axes[:whole]):
-        others = list(itertools.product(*axes[whole:]))
-        quick, *chosen = chooser.sample(range(len(others)), each)
-        marks = {quick: (), **dict.fromkeys(chosen, pytest.mark.thorough)}
-        cases += [
-            pytest.param(*first, *other, marks=marks.get(number, pytest.mark.slow))
-            for number, other in enumerate(others)
-        ]
-    return cases
 
 
 @pytest.mark.parametrize(
