@@ -56,14 +56,6 @@ def test_from_compiled_layers_into_plain_ones_and_back(tmp_path, before, after):
     assert "_orig_mod" not in "".join(file.read_text("latin-1") for file in path.iterdir())
 
 
-def test_the_file_of_the_whole_model_is_of_the_plain_one(tmp_path):
-    pipe = compiled()
-    convert(save_checkpoint(tmp_path, pipe, step=1), tmp_path / "x.safetensors")
-    layers = nn.Sequential(*plain())
-    layers.load_state_dict(load_file(tmp_path / "x.safetensors"))
-    assert_same(snapshot(layers), named(pipe))
-
-
 def tied(pipe: Pipe) -> Pipe:
     """With one bias in three layers."""
     linear = [module for module in pipe.modules() if isinstance(module, nn.Linear)]

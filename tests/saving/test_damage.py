@@ -1,17 +1,16 @@
 """Files that were damaged after they were written: every one is seen and named, and the checkpoint before is taken."""
 
+import io
 import json
 import logging
 import pickle
 import random
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-import pipework
 from pipework import load_checkpoint, save_checkpoint
 from tests.saving.harness import OPTIMIZERS, assert_same, checksum_of, files_of, make_pipe, remembered, snapshot, stir
 
@@ -62,79 +61,76 @@ def assert_falls_back(saved: Saved, caplog: pytest.LogCaptureFixture, *names: st
     assert any(name in record.getMessage() for name in names), record.getMessage()
 
 
-def test_the_files(saved):
-    assert sorted(path.name for path in files_of(saved.paths[1])) == sorted(NAMES)
-    assert saved.load().step == 2
-    saved.assert_is_of(2)
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self):
+        return Path.touch, (self.canary,)
 
 
-@pytest.mark.thorough
-def test_two_hundred_flipped_bits(saved, caplog):
-    draw = random.Random(0)
-    files = files_of(saved.paths[1])
-    for number in range(200):
-        file = files[number % len(files)] if number < 2 * len(files) else draw.choice(files)
-        content = file.read_bytes()
-        place = draw.randrange(8 * len(content))
-        flipped = bytearray(content)
-        flipped[place // 8] ^= 1 << place % 8
-        file.write_bytes(flipped)
-        also = ["COMPLETE", "manifest.json"] if file.name in ("COMPLETE", "manifest.json") else []
-        assert_falls_back(saved, caplog, file.name, *also)
-        file.write_bytes(content)
-    assert saved.load().step == 2
+def flipped(content: bytes) -> bytes:
+    """With another bit at a random place."""
+    place = random.Random(content).randrange(8 * len(content))
+    return content[: place // 8] + bytes([content[place // 8] ^ (1 << place % 8)]) + content[place // 8 + 1 :]
 
 
-DAMAGE = {
-    "empty": lambda content: b"",
-    "shorter": lambda content: content[:-1],
-    "longer": lambda content: content + b" ",
-    "gone": None,
-    "directory": None,
+def torch_saved(path: Path) -> bytes:
+    file = io.BytesIO()
+    torch.save(Evil(path.parents[2] / "canary"), file)
+    return file.getvalue()
+
+
+def other_stage(path: Path) -> bytes:
+    name = path.name.replace("-00000", "-x").replace("-00001", "-00000").replace("-x", "-00001")
+    return path.with_name(name).read_bytes()
+
+
+# The new content of a file; None: it is gone.
+WAYS = {
+    "a flipped bit": lambda path: flipped(path.read_bytes()),
+    "empty": lambda path: b"",
+    "shorter": lambda path: path.read_bytes()[:-1],
+    "longer": lambda path: path.read_bytes() + b" ",
+    "gone": lambda path: None,
+    "a directory": lambda path: "directory",
+    "of another stage": other_stage,
+    "of the step before": lambda path: (path.parents[1] / "step-00000001" / path.name).read_bytes(),
+    "a pickle": lambda path: pickle.dumps(Evil(path.parents[2] / "canary")),
+    "a file of torch.save": torch_saved,
 }
 
 
-@pytest.mark.parametrize("how", DAMAGE)
-def test_truncated_and_deleted_files(saved, caplog, how):
-    for name in NAMES:
-        file = saved.paths[1] / name
-        content = file.read_bytes()
+@pytest.mark.parametrize(
+    ("way", "sealed"), [*((way, False) for way in WAYS), ("a pickle", True), ("a file of torch.save", True)]
+)
+def test_each_file_that_is_damaged_is_seen(saved, caplog, tmp_path, way, sealed):
+    """Also, where checksums were made right on purpose, what could be unpickled; nothing is."""
+    path = saved.paths[1]
+    intact = {file: file.read_bytes() for file in files_of(path)}
+    assert sorted(file.name for file in intact) == sorted(NAMES)
+    for file, content in intact.items():
+        changed = WAYS[way](file)
+        if changed == content:
+            continue  # of another stage or step, and the same
         file.unlink()
-        if how == "directory":
+        if changed == "directory":
             file.mkdir()
-        elif how != "gone":
-            file.write_bytes(DAMAGE[how](content))
-        also = ["COMPLETE"] if name == "manifest.json" and how not in ("gone", "directory") else []
-        assert_falls_back(saved, caplog, name, *also)
-        if how == "directory":
+        elif changed is not None:
+            file.write_bytes(changed)
+        if sealed and file.name == "manifest.json":
+            mark(path)
+        elif sealed and file.name != "COMPLETE":
+            sealed_again(path)
+        names = ("manifest.json", "COMPLETE") if sealed or file.name in ("manifest.json", "COMPLETE") else ()
+        assert_falls_back(saved, caplog, file.name, *names)
+        if changed == "directory":
             file.rmdir()
-        file.write_bytes(content)
-    assert saved.load().step == 2
-
-
-# Intact files in a wrong place: two files of one kind that are exchanged, and a file of the step before.
-STRAY = [
-    ("model-stage-00000.safetensors", "model-stage-00001.safetensors", 1),
-    ("optimizer-stage-00000.safetensors", "optimizer-stage-00001.safetensors", 1),
-    ("optimizer-stage-00000.json", "optimizer-stage-00001.json", 1),
-    ("model-stage-00000.safetensors", "optimizer-stage-00000.safetensors", 1),
-    *((name, name, 0) for name in NAMES if name != "training.json"),
-]
-
-
-def test_intact_files_in_a_wrong_place(saved, caplog):
-    for name, other, step in STRAY:
-        file, stray = saved.paths[1] / name, saved.paths[step] / other
-        contents = file.read_bytes(), stray.read_bytes()
-        if contents[0] == contents[1]:
-            assert (step, name) in {(0, f"optimizer-stage-0000{stage}.json") for stage in (0, 1)}
-            continue
-        file.write_bytes(contents[1])
-        if step == 1:
-            stray.write_bytes(contents[0])
-        assert_falls_back(saved, caplog, name, other, *(["COMPLETE"] if name == "manifest.json" else []))
-        file.write_bytes(contents[0])
-        stray.write_bytes(contents[1])
+        for each, whole in intact.items():
+            each.write_bytes(whole)
+    assert not (tmp_path / "canary").exists()
     assert saved.load().step == 2
 
 
@@ -163,25 +159,7 @@ def test_all_are_damaged(saved, caplog):
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
-def test_what_is_not_needed_is_not_looked_at(saved):
-    for file in saved.paths[1].glob("optimizer-*"):
-        file.unlink()
-    assert load_checkpoint(saved.directory, saved.pipe).step == 2
-    assert_same(snapshot(saved.pipe), saved.states[1][0])
-    assert saved.load().step == 1
-
-
 # ---- files that somebody made on purpose -----------------------------------------------------------------------------
-
-
-class Evil:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self):
-        return Path.touch, (self.canary,)
 
 
 def sealed_again(path: Path) -> None:
@@ -197,36 +175,13 @@ def mark(path: Path) -> None:
     (path / "COMPLETE").write_bytes(checksum_of((path / "manifest.json").read_bytes()).sha256.encode() + b"\n")
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-@pytest.mark.parametrize("form", ["pickle", "torch.save"])
-def test_nothing_is_unpickled(saved, caplog, tmp_path, form, sealed):
-    canary = tmp_path / "canary"
-    path = saved.paths[1]
-    intact = {file: file.read_bytes() for file in files_of(path)}
-    for name in NAMES:
-        if form == "pickle":
-            (path / name).write_bytes(pickle.dumps(Evil(canary)))
-        else:
-            torch.save(Evil(canary), path / name)
-        if sealed and name == "manifest.json":
-            mark(path)
-        elif sealed and name != "COMPLETE":
-            sealed_again(path)
-        assert_falls_back(saved, caplog, name, "COMPLETE")
-        assert not canary.exists()
-        for file, content in intact.items():
-            file.write_bytes(content)
-    pickle.loads(pickle.dumps(Evil(canary)))
-    assert canary.exists(), "the payload would have worked"
-
-
+DEEP = "[" * 100_000
 NONSENSE = [
+    ("training.json", lambda value: DEEP),
     ("training.json", lambda value: []),
     ("training.json", lambda value: {}),
     ("training.json", lambda value: {**value, "data_position": {"$": "Path", "items": []}}),
     ("training.json", lambda value: {**value, "data_position": {"$": "tensor", "name": "../x"}}),
-    ("training.json", lambda value: {**value, "data_position": {"$": "dict", "items": [[[], 1]]}}),
-    ("training.json", lambda value: {**value, "data_position": {"$": "dict", "items": [1]}}),
     ("optimizer-stage-00001.json", lambda value: []),
     ("optimizer-stage-00001.json", lambda value: {**value, "groups": 3}),
     ("optimizer-stage-00001.json", lambda value: {**value, "state": {"7.weight": 5}}),
@@ -236,7 +191,6 @@ NONSENSE = [
     ("manifest.json", lambda value: {**value, "version": "1"}),
     ("manifest.json", lambda value: {**value, "stages": 1}),
     ("manifest.json", lambda value: {**value, "replicas": 2}),
-    ("manifest.json", lambda value: {**value, "replicas": 0}),
     ("manifest.json", lambda value: {**value, "files": {}}),
     ("manifest.json", lambda value: {**value, "files": {"training.json": 1}}),
 ]
@@ -247,7 +201,8 @@ def test_nonsense_with_right_checksums(saved, caplog):
     intact = {file: file.read_bytes() for file in files_of(path)}
     for name, change in NONSENSE:
         file = path / name
-        file.write_bytes(json.dumps(change(json.loads(file.read_bytes()))).encode())
+        changed = change(json.loads(file.read_bytes()))
+        file.write_bytes((DEEP if changed is DEEP else json.dumps(changed)).encode())
         if name == "manifest.json":
             mark(path)
         else:
@@ -267,24 +222,9 @@ def test_a_manifest_that_says_nothing_of_replicas(saved):
     assert saved.load().step == 2
 
 
-def test_deep_json(saved, caplog):
-    (saved.paths[1] / "training.json").write_bytes(b"[" * 100_000)
-    sealed_again(saved.paths[1])
-    assert_falls_back(saved, caplog, "training.json")
-
-
 def test_a_newer_format_is_no_damage(saved):
     file = saved.paths[1] / "manifest.json"
     file.write_bytes(json.dumps({**json.loads(file.read_bytes()), "version": 3}).encode())
     mark(saved.paths[1])
     with pytest.raises(ValueError, match=r"the checkpoint has format 3, .* knows formats up to 2: install a newer"):
         saved.load()
-
-
-def test_the_room_unpickles_nothing():
-    for file in (Path(pipework.__file__).parent / "saving").glob("*.py"):
-        code = file.read_text(encoding="utf-8")
-        found = re.search(
-            r"pickle|marshal|shelve|torch\.load\(|torch\.save\(|\beval\(|\bexec\(|allow_pickle|import_string", code
-        )
-        assert found is None, f"{file.name}: {found}"

@@ -52,7 +52,6 @@ def test_one_without_its_mark_is_passed_over(tmp_path, caplog):
         ([nn.Linear(2, 3), nn.Linear(3, 2).double()], r"1.bias \(it has \(2,\) float32, the pipe \(2,\) float64\)"),
         ([nn.Linear(2, 3)], r"unexpected in the checkpoint: 1.weight, 1.bias. Nothing was changed"),
         ([nn.Linear(2, 3), nn.Linear(3, 2), nn.PReLU()], r"missing in the checkpoint: 2.weight. Nothing"),
-        ([nn.Linear(2, 3, bias=False), nn.Linear(3, 2), nn.PReLU()], r"missing .*: 2.weight; unexpected .*: 0.bias\."),
         ([nn.Sequential(*(nn.Linear(2, 3) for _ in range(9)))], r"0.0.weight.* and 10 more; unexpected"),
     ],
 )
@@ -145,11 +144,3 @@ def test_an_optimizer_made_with_a_scheduler_that_the_checkpoint_did_not_have(tmp
     assert optimizer.param_groups[0]["initial_lr"] == 0.1
     optimizer.step()
     scheduler.step()
-
-
-def test_a_gradient_that_waits_stays(tmp_path):
-    pipe = make_pipe()
-    save_checkpoint(tmp_path, pipe, step=1)
-    pipe[0].weight.grad = torch.ones(8, 6)
-    load_checkpoint(tmp_path, pipe)
-    assert torch.equal(pipe[0].weight.grad, torch.ones(8, 6))

@@ -1,14 +1,13 @@
 """Layers that wait on the meta device, as nothing fills them: a checkpoint does, as if they had been there before."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import Mesh, Pipe, load_checkpoint, save_checkpoint
+from pipework import Pipe, load_checkpoint, save_checkpoint
 from tests.saving.harness import assert_same, remembered, snapshot, train
 
 
@@ -116,22 +115,6 @@ def test_what_no_checkpoint_has_is_initialised_and_draws_nothing_from_the_caller
     assert_same(snapshot(other), snapshot(pipe))
 
 
-def test_what_is_tied_stays_tied(tmp_path):
-    def tied() -> nn.Sequential:
-        module = layers()
-        module[4].linear.weight = module[1].linear.weight
-        return module
-
-    pipe, optimizer = make(tied(), 3, 3)
-    train(pipe, optimizer, 1)
-    save_checkpoint(tmp_path, pipe, optimizer, step=1)
-    other, restored = make(on_meta(tied), 2, 4)
-    load_checkpoint(tmp_path, other, restored)
-    assert other[4].linear.weight is other[1].linear.weight
-    assert_same(snapshot(other), snapshot(pipe))
-    assert_same(remembered(restored), remembered(optimizer))
-
-
 def test_a_load_that_fails_leaves_them_without_data(tmp_path):
     pipe, optimizer = make(layers(), 6)
     train(pipe, optimizer, 1)
@@ -163,42 +146,3 @@ def test_what_is_refused(tmp_path):
     smaller[1].scale = nn.Parameter(torch.empty(4, device="meta"))
     with pytest.raises(ValueError, match=r"1\.scale \(it has \(8,\) float32, the pipe \(4,\) float32\)"):
         load_checkpoint(tmp_path, make(smaller, 6)[0])
-
-
-# ---- Processes -------------------------------------------------------------------------------------------------------
-
-
-def load(mesh: Mesh, folder: str) -> dict[str, list[float]]:
-    """Everything that this process holds, and the gradients of a step; all bits of a float are in its JSON."""
-    with torch.device("meta"):
-        module = nn.Sequential(*layers(), Masked(1))
-    pipe = Pipe(module, 4, schedule="1f1b", loss_fn=nn.functional.mse_loss, balance=[2, 5], mesh=mesh)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-    assert waiting(pipe) == [name for name in pipe.state_dict() if name[0] in "146"]
-    assert load_checkpoint(folder, pipe, optimizer) is not None
-    assert waiting(pipe) == []
-    assert all(tensor.is_meta for layer in module if layer not in list(pipe) for tensor in layer.parameters())
-    values = {**snapshot(pipe), **{f"{name}/buffer": buffer.clone() for name, buffer in pipe.named_buffers()}}
-    moments = {f"{name}/exp_avg": optimizer.state[parameter]["exp_avg"] for name, parameter in pipe.named_parameters()}
-    torch.manual_seed(5)
-    x = torch.randn(8, 6)
-    pipe(x, target=x[:, :1]).backward()
-    gradients = {f"{name}/grad": parameter.grad for name, parameter in pipe.named_parameters()}
-    every = {**values, **moments, **gradients}
-    return {name: tensor.flatten().tolist() for name, tensor in every.items()}
-
-
-@pytest.mark.parametrize("dp", [1, 2])
-def test_each_process_fills_what_it_holds(on_ranks: Callable[..., list[Any]], tmp_path: Path, dp: int) -> None:
-    pipe, optimizer = make(nn.Sequential(*layers(), Masked(1)), 7)
-    train(pipe, optimizer, 2)
-    save_checkpoint(tmp_path, pipe, optimizer, step=2)
-    found = on_ranks(2 * dp, load, init={"dp": dp}, folder=str(tmp_path))
-    assert found == found[:2] * dp, "replicas have the same values"
-    whole = {**found[0], **found[1]}
-    for name, tensor in pipe.state_dict().items():
-        assert whole[name] == tensor.flatten().tolist(), name
-    for name, parameter in pipe.named_parameters():
-        assert whole[f"{name}/exp_avg"] == optimizer.state[parameter]["exp_avg"].flatten().tolist(), name
-    assert all(map(whole.__contains__, ("6.mask/buffer", "4.scale/grad", "0.weight/grad")))
-    assert 0.5 <= whole["6.mask/buffer"][0] < 1.5

@@ -123,14 +123,3 @@ def test_other_numbers_of_replicas(on_ranks: Run, tmp_path: Path) -> None:
     seed(7)
     assert third[:4] == [*drawn(), {"row": 100}]
     assert "the data position of replica 0, and keep their own random states" in first[4][0]
-
-
-def test_from_threads_to_two_replicas(on_ranks: Run, tmp_path: Path) -> None:
-    pipe, optimizer, _ = make(None, 2)
-    seed(3)
-    save_checkpoint(tmp_path, pipe, optimizer, step=1, data_position=[4])
-    state = drawn()
-    first, second = on_ranks(2, load, init={"dp": 2}, folder=str(tmp_path), seeds=[[5, 5], [5, 6]])
-    assert [each[:4] for each in first] == [[*state, [4]]] * 2
-    seed(6)
-    assert [each[:4] for each in second] == [[*state, [4]], [*drawn(), [4]]]
