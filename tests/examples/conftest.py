@@ -15,10 +15,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(autouse=True)
 def ctrl_c_as_before() -> Iterator[None]:
-    """The scripts, which are made to be processes of their own, may leave Ctrl-C as they like it."""
-    before = signal.getsignal(signal.SIGINT)
+    """The scripts, which are made to be processes of their own, may leave Ctrl-C and SIGTERM as they like it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import math
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -114,22 +113,3 @@ def test_a_wrong_figure_is_seen(script: ModuleType) -> None:
         raise KeyError("name")
 
     assert script.attempted(fails, 2) == ["KeyError", "KeyError"]
-
-
-def test_a_process_that_fails_ends_the_others(script: ModuleType) -> None:
-    codes = ("import time; time.sleep(300)", "import sys; sys.exit(3)")
-    assert script.wait_for([subprocess.Popen([sys.executable, "-c", code]) for code in codes]) == 3
-
-
-def test_it_is_said_what_processes_died_of(script: ModuleType) -> None:
-    def end(*codes: str) -> str:
-        pipe = subprocess.PIPE
-        return script.end_of(
-            [subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True) for code in codes]
-        )
-
-    told = "print('rows 16', 'loss 5.0', 'rows 4', 'loss 1.0', 'loss 2.0', sep=chr(10), flush=True)"
-    assert float(end("", told)) == 1.5
-    assert end("raise ValueError(1)", told) == "1.5, then ValueError"
-    assert end("import sys; sys.exit('[rank0]: RuntimeError: lost')", told) == "1.5, then RuntimeError"
-    assert end("", "import os; os.abort()") == "SIGABRT"

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from tests.programs import RunPython
@@ -33,13 +32,6 @@ def test_a_user_sees_equality_and_what_is_said_about_mistakes(
         "* '1' redeclared '1to3' as stashable but not isolated by namespace",
     ]
     assert "Layer1 Layer3 Layer3\n    nothing to complain about" in ended.stdout
-
-
-def test_the_three_layers_work_by_themselves(script: ModuleType) -> None:
-    one, two, three = script.Layer1(), script.Layer2(), script.Layer3()
-    x = torch.rand(4, 8)
-    expected = three.module.linear(two(one.module.linear(x).relu())) + x
-    assert torch.equal(nn.Sequential(one, two, three)(x), expected)
 
 
 def test_a_difference_is_seen(

@@ -2,15 +2,13 @@
 
 import argparse
 import re
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from torch import nn
 
 from tests.programs import RunPython
 
@@ -97,73 +95,12 @@ def test_no_word_sees_a_later_one(script: ModuleType, training: bool) -> None:
     assert (after[:, 4:] - before[:, 4:]).abs().amin(2).gt(0).all()
 
 
-def test_batches_are_rows_of_text_and_the_words_that_follow(script: ModuleType) -> None:
-    text = script.batchify(torch.arange(11), 2)
-    assert text.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    x, y = script.get_batch(text, 0, 3)
-    assert (x.tolist(), y.tolist()) == ([[0, 1, 2], [5, 6, 7]], [[1, 2, 3], [6, 7, 8]])
-    x, y = script.get_batch(text, 3, 3)
-    assert (x.tolist(), y.tolist()) == ([[3], [8]], [[4], [9]])
-
-
-def test_evaluation_is_the_mean_of_all_words(script: ModuleType) -> None:
-    class Sure(nn.Module):
-        """Is sure that the number of the next word is that of this word."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.eye(3) * 100.0)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.weight[x]
-
-    text = torch.tensor([[0, 0, 0, 0, 0, 1]])  # right four times, and wrong the last time, by 100
-    for context in (1, 2, 4, 5, 9):
-        assert script.evaluate(Sure(), text, context) == pytest.approx(100 / 5)
-
-
-def test_what_is_held_out_is_not_trained_on(script: ModuleType) -> None:
-    options = script.options_of_training("").parse_args([])
-    paragraphs = script.read_paragraphs(None)
-    assert len(set(paragraphs)) == len(paragraphs) > 1000
-    corpus = script.read_corpus(options)
-    assert len(corpus.words) == options.vocabulary
-    assert len(corpus.train) > 50_000
-    assert len(corpus.valid) > 5_000
-    assert len(corpus.test) > 5_000
-    assert sum(paragraph.count("\n") for paragraph in paragraphs) > 1000
-    unknown = (corpus.train == 0).float().mean()
-    assert 0 < unknown < 0.05
-
-
-def test_ctrl_c_tests_the_best_model_so_far(
-    script: ModuleType, tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train = script.train
-
-    def interrupted(*arguments: object) -> Iterator[float]:
-        for step, loss in enumerate(train(*arguments), 1):
-            if step == 3:
-                signal.raise_signal(signal.SIGINT)
-            yield loss
-
-    monkeypatch.setattr(script, "train", interrupted)
-    assert script.main([*tiny, "--epochs", "9"]) == 130
-    out = capsys.readouterr().out
-    assert "stopped early" in out
-    assert "epoch 2/9" not in out
-    assert "test perplexity" in out
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         (["--epochs", "0"], "--epochs: 0 is no whole number above 0"),
-        (["--steps", "many"], "--steps: many is no whole number above 0"),
         (["--dropout", "1"], "--dropout: 1 is no number from 0 to below 1"),
         (["--width", "10"], "--width is 10: it must be a multiple of 4"),
-        (["--layers", "2", "--stages", "5"], "--stages is 5: there are only 4 layers"),
-        (["--data", "{folder}/missing.txt"], "missing.txt: No such file or directory"),
         (["--data", "{folder}/short.txt"], "the text has 0 words for --batch-size 16"),
         (["--timeline", "step.png"], "step.png must end in .svg"),
         (["--save", "{folder}/none/best.pt"], "there is no folder"),
@@ -181,12 +118,3 @@ def test_a_mistake_costs_one_line_and_status_2(
     assert (stopped.value.code, out) == (2, "")
     assert complaint.count("\n") == 1
     assert told in complaint
-
-
-def test_a_training_that_diverges_says_so(
-    script: ModuleType, tiny: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main([*tiny, "--rate", "1e4"])
-    assert stopped.value.code == 2
-    assert "choose a --rate below 10000.0" in capsys.readouterr().err

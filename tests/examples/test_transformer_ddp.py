@@ -74,17 +74,6 @@ def test_torchrun_trains_as_one_process_would(
 
 
 @pytest.mark.thorough
-def test_it_starts_its_processes_itself(environment: dict[str, str], tiny: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), *tiny, "--checkpoint", "always", "--timeline", str(tmp_path / "step.json")]
-    with running(command, environment) as process:
-        out, complaint = process.communicate(timeout=100)
-    assert (process.returncode, complaint) == (0, "")
-    assert "torchrun --nproc-per-node 2" in out
-    assert "parameters of all 2 processes: equal, to the last bit" in out
-    assert (tmp_path / "step.json").exists()
-
-
-@pytest.mark.thorough
 def test_processes_that_differ_are_seen(environment: dict[str, str], tiny: list[str], tmp_path: Path) -> None:
     sabotaged = tmp_path / "sabotaged.py"
     sabotaged.write_text(SABOTAGED.format(folder=str(SCRIPT.parent)))

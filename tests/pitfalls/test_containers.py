@@ -120,26 +120,6 @@ def test_19_a_plain_state_dict_loads(deferred: bool, balance: list[int]) -> None
     assert torch.equal(back[1].running_mean, pipe[1].running_mean)
 
 
-def test_19_an_optimizers_state_goes_with_it() -> None:
-    """The order of the parameters is that of the plain module, and with it what an optimizer remembers of them."""
-
-    def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        module(torch.ones(2, 6)).square().sum().backward()
-        optimizer.step()
-
-    plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
-    optimizer = torch.optim.AdamW(plain.parameters())
-    step(plain, optimizer)
-    pipe = Pipe(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), 1, balance=[1, 2], devices=["cpu"] * 2)
-    other = torch.optim.AdamW(pipe.parameters())
-    pipe.load_state_dict(plain.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    step(plain, optimizer)
-    step(pipe, other)
-    assert all(map(torch.equal, pipe.parameters(), plain.parameters()))
-
-
 # 22
 
 
@@ -192,12 +172,3 @@ def test_22_layers_without_parameters_stay_with_their_neighbour(first: str, seco
         [(first, first)] * 2,
         [(second, second)] * 2,
     ]
-
-
-def test_22_a_wrapper_has_the_last_word() -> None:
-    """A layer without parameters goes elsewhere only if it is told to."""
-    module = places("cpu", "cpu")
-    module[3] = WithDevice(module[3], "meta")
-    pipe = Pipe(module)
-    assert pipe.balance == [3, 1, 2]
-    assert [device.type for device in pipe.devices] == ["cpu", "meta", "cpu"]

@@ -86,44 +86,32 @@ def test_17_no_thread_stays_behind(ending: str, own_workers: Callable[[], list[t
 # 21
 
 
-class Rendezvous:
-    """A place where two stages wait for each other: nobody passes alone."""
-
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=20)
-        self.met: set[str] = set()
-
-    def wait(self) -> None:
-        self.barrier.wait()
-        self.met.add(threading.current_thread().name)
-
-
 class MeetInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rendezvous: Rendezvous | None) -> Tensor:
-        ctx.rendezvous = rendezvous
+    def forward(ctx: Any, x: Tensor, meet: Callable[[], None] | None) -> Tensor:
+        ctx.meet = meet
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.rendezvous is not None:
-            ctx.rendezvous.wait()
+        if ctx.meet is not None:
+            ctx.meet()
         return gradient, None
 
 
 class Meet(nn.Module):
     """Waits for the other stage in one kind of action, on the micro-batch whose number its input holds."""
 
-    def __init__(self, action: str, micro_batch: int, rendezvous: Rendezvous) -> None:
+    def __init__(self, action: str, micro_batch: int, meet: Callable[[], None]) -> None:
         super().__init__()
-        self.action, self.micro_batch, self.rendezvous = action, micro_batch, rendezvous
+        self.action, self.micro_batch, self.meet = action, micro_batch, meet
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         is_meant = int(x.detach()[0, 0]) == self.micro_batch
         if is_meant and self.action == ("R" if is_recomputing() else "F"):
-            self.rendezvous.wait()
-        return MeetInBackward.apply(x * self.gain, self.rendezvous if is_meant and self.action == "B" else None)
+            self.meet()
+        return MeetInBackward.apply(x * self.gain, self.meet if is_meant and self.action == "B" else None)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +129,14 @@ def test_21_partitions_on_the_cpu_run_at_the_same_time(action: str, first: int, 
     """All partitions on the CPU shared one thread, so that they took turns; and autograd ran the whole backward on the
     thread that called it.
     """
-    rendezvous = Rendezvous()
-    module = nn.Sequential(Meet(action, first, rendezvous), Meet(action, second, rendezvous))
+    barrier, met = threading.Barrier(2, timeout=20), set()
+
+    def meet() -> None:
+        barrier.wait()  # nobody passes alone
+        met.add(threading.current_thread().name)
+
+    module = nn.Sequential(Meet(action, first, meet), Meet(action, second, meet))
     pipe = Pipe(module, 2, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
     pipe(torch.tensor([[0.0], [1.0]])).sum().backward()
-    assert rendezvous.met == {"pipework worker 0", "pipework worker 1"}
+    assert met == {"pipework worker 0", "pipework worker 1"}
     assert [parameter.grad.item() for parameter in pipe.parameters()] == [1.0, 1.0]
