@@ -144,7 +144,6 @@ class Backend:
         data_parallel_rank: the replica that this process belongs to.
         data_parallel_size: the number of replicas.
         tied_stages: for each parameter that stages of several processes use, these stages.
-        starting: called before each action of this process's workers; None: nothing is to be called.
 
     Example:
         >>> Backend(["cpu", "cpu"]).is_whole
@@ -154,7 +153,6 @@ class Backend:
     is_whole = is_first = is_last = True
     data_parallel_rank, data_parallel_size = 0, 1
     tied_stages: Sequence[tuple[int, ...]] = ()
-    starting: Callable[[Action], None] | None = None
 
     def __init__(self, devices: Sequence[int | str | torch.device] | None = None) -> None:
         self.devices = devices
@@ -256,6 +254,11 @@ class Backend:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     # ---- a run of the workers ---------------------------------------------------------------------------------------
+
+    @property
+    def starting(self) -> Callable[[Action], None] | None:
+        """Called before each action of this process's workers; None: nothing is to be called."""
+        return None
 
     def transport(self, spec: RunSpec) -> Transport:
         """Connects the workers for one run."""

@@ -1,8 +1,8 @@
 """Before any work, all ranks compare what they were started with: versions, schedule, layers, settings.
 
-This is the contract of a pipe: JSON values that must be equal on all ranks. Each rank publishes a digest of its
-contract. Only if digests differ do the ranks publish their contracts, compressed and under their digests, so that ranks
-with the same contract publish one text.
+This is the contract of a pipe: JSON values that must be equal on all ranks. Each rank publishes its contract, under its
+digest and compressed, so that ranks with the same contract publish one text; and then the digest. The contracts are
+read only if digests differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipework.schedule import Schedule, ScheduleSpec, to_json
 from pipework.values.dtensor import placement_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.distributed.distributed_c10d import Store
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from pipework.assignment.assignment import Assignment
 
 _MOST_SENT: Final = 4_000_000  # bytes; a TCPStore takes 8 MB, and closes the connection of a client that sends more
-_MOST_CONTRACTS: Final = 16  # how many different contracts are compared in an error
 _POLL: Final = 0.02  # seconds
-_SETTLE: Final = 2.0  # seconds to wait for other ranks once digests differ
+_SETTLE: Final = 2.0  # seconds to wait for other ranks once digests differ, and until they have read the contracts
 _LONGEST: Final = 200  # characters of a value in a message
 _PLACE: Final = "_pipework_place"
 _TAKEN: Final = (
@@ -101,10 +100,9 @@ def contract(module: nn.Sequential, assignment: Assignment, **settings: Any) -> 
 def agree(
     store: Store,
     rank: int,
-    ranks: int,
+    names: Sequence[str],
     mine: Mapping[str, Any],
     timeout: float,
-    names: Callable[[int], str] = "rank {}".format,
     numbers: Sequence[int] | None = None,
 ) -> None:
     """Returns once all ranks have published equal contracts; raises on every rank if contracts differ.
@@ -112,10 +110,9 @@ def agree(
     Args:
         store: shared by the ranks; no call of it waits for others. Its keys are used once: give each use a prefix.
         rank: this process.
-        ranks: how many there are.
+        names: of all ranks, in messages.
         mine: the entries that must be equal on all ranks; anything that JSON can express.
         timeout: seconds to wait for other ranks.
-        names: the name of a rank in messages.
         numbers: of the ranks in the job, likewise; None: they are counted from 0.
 
     Raises:
@@ -125,11 +122,14 @@ def agree(
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> agree(HashStore(), 0, 1, {"chunks": 8, "schedule": "1f1b"}, timeout=60)
+        >>> agree(HashStore(), 0, ["rank 0"], {"chunks": 8, "schedule": "1f1b"}, timeout=60)
     """
     text = json.dumps(json.loads(json.dumps(mine)), sort_keys=True)  # keys become text before they are sorted
     client, own = StoreClient(store, own=False), hashlib.sha256(text.encode()).hexdigest()
-    begun = time.monotonic()
+    begun, ranks = time.monotonic(), len(names)
+    packed = base64.b64encode(zlib.compress(text.encode())).decode()
+    if len(packed) <= _MOST_SENT and client.read(f"contract/{own}") is None:
+        client.write(f"contract/{own}", packed)
     client.write(f"digest/{rank}", own)
     digests: dict[int, str] = {rank: own}
     deadline = begun + timeout
@@ -140,10 +140,10 @@ def agree(
                 if digests[other] != own:
                     deadline = min(deadline, time.monotonic() + _SETTLE)
         time.sleep(_POLL)
-    missing = [names(other) for other in range(ranks) if other not in digests]
+    missing = [name for other, name in enumerate(names) if other not in digests]
     absent = f"{', '.join(missing)} did not come within {time.monotonic() - begun:.0f} s"
     if len({*digests.values()}) > 1:
-        contracts = _exchange_contracts(client, rank, digests, text)
+        contracts = {**_published(client, rank, digests), own: json.loads(text)}
         in_job = numbers or range(ranks)
         lines = _differences({in_job[other]: contracts.get(digests[other]) for other in sorted(digests)})
         raise ValueError(
@@ -155,26 +155,18 @@ def agree(
         raise TimeoutError(f"{absent}; {len(digests)} of {ranks} ranks are there. Look at the logs of the missing ones")
 
 
-def _exchange_contracts(client: StoreClient, rank: int, digests: Mapping[int, str], text: str) -> dict[str, Any]:
-    """The contracts by their digests, as far as they were published in time."""
-    found: dict[str, Any] = {digests[rank]: json.loads(text)}
-    wanted = {*sorted({*digests.values()})[:_MOST_CONTRACTS]}
-    packed = base64.b64encode(zlib.compress(text.encode())).decode()
-    if len(packed) <= _MOST_SENT:
-        client.write(f"contract/{digests[rank]}", packed)
+def _published(client: StoreClient, rank: int, digests: Mapping[int, str]) -> dict[str, Any]:
+    """The contracts of all ranks by their digests, as far as they can be read."""
+    found: dict[str, Any] = {}
+    for digest in {*digests.values()}:
+        # Another client of the store may have written there.
+        with contextlib.suppress(ValueError, TypeError, RecursionError, zlib.error):
+            if (raw := client.read(f"contract/{digest}")) is not None:
+                found[digest] = dict(json.loads(zlib.decompress(base64.b64decode(raw))))
+    client.write(f"read/{rank}", "1")
+    # The store may live in this process, which perhaps ends with the error at once: others must have read it.
     deadline = time.monotonic() + _SETTLE
-    while time.monotonic() < deadline:
-        for digest in wanted - found.keys():
-            with contextlib.suppress(
-                ValueError, TypeError, RecursionError, zlib.error
-            ):  # another client of the store may have written there
-                if (raw := client.read(f"contract/{digest}")) is not None:
-                    found[digest] = dict(json.loads(zlib.decompress(base64.b64decode(raw))))
-        if found.keys() >= wanted:
-            client.write(f"read/{rank}", "1")
-        # The store may live in this process, which perhaps ends with the error at once: others must have read it.
-        if all(client.read(f"read/{other}") is not None for other in digests):
-            break
+    while time.monotonic() < deadline and any(client.read(f"read/{other}") is None for other in digests):
         time.sleep(_POLL)
     return found
 
@@ -195,34 +187,29 @@ def _differences(contracts: Mapping[int, Any]) -> list[str]:
     lines = []
     for key in sorted({key for contract in known.values() for key in contract}):
         entries = {rank: dict(_flat(contract[key])) if key in contract else {} for rank, contract in known.items()}
-        paths = {path: None for entry in entries.values() for path in entry}
-        values = ((path, {rank: entry.get(path, "nothing") for rank, entry in entries.items()}) for path in paths)
-        differing = [(path, texts) for path, texts in values if len({*texts.values()}) > 1]
-        if differing:
-            path, texts = min(differing, key=lambda each: each[0])
-            where = ".".join(str(place) for _, place in path)
-            lines.append(f"{key}{where and f', first difference at {where}'}: {_having(texts)}")
+        for path in {path: None for entry in entries.values() for path in entry}:
+            texts = {rank: entry.get(path, "nothing") for rank, entry in entries.items()}
+            if len({*texts.values()}) > 1:
+                lines.append(f"{key}{path and f', first difference at {path[1:]}'}: {_having(texts)}")
+                break
     if unknown := [str(rank) for rank in contracts if rank not in known]:
         lines.append(f"something else, which could not be read, on rank {', '.join(unknown)}")
     return lines
 
 
-def _flat(value: Any, path: tuple[tuple[int, Any], ...] = ()) -> Iterator[tuple[Any, str]]:
-    """The values in nested lists and dicts as text, each with its path, in which numbers sort before names."""
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """The values in nested lists and dicts as text, each with its path."""
     pairs = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
     if not pairs:
         yield path, json.dumps(value)
     for key, item in pairs:
-        yield from _flat(item, (*path, (isinstance(key, str), key)))
+        yield from _flat(item, f"{path}.{key}")
 
 
 def _having(texts: Mapping[int, str]) -> str:
-    """The different texts with the ranks that have them; of a long text the part around the first difference."""
+    """The different texts with the ranks that have them."""
     groups: dict[str, list[str]] = {}
     for rank, text in texts.items():
         groups.setdefault(text, []).append(str(rank))
-    same = next((n for n, letters in enumerate(zip(*groups, strict=False)) if len({*letters}) > 1), 0)
-    start = max(0, same - _LONGEST // 4)
-    before = "..." if start else ""
-    shown = {each: each if len(each) <= _LONGEST else f"{before}{each[start : start + _LONGEST]}..." for each in groups}
+    shown = {text: text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..." for text in groups}
     return "; ".join(f"{shown[text]} on rank {', '.join(having)}" for text, having in groups.items())

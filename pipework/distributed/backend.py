@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipework.backend import Backend, ProcessGroupView, StepCall
+from pipework.backend import ProcessGroupView, StepCall
 from pipework.distributed.agreement import contract, note_places
-from pipework.distributed.gradients.averaging import Averaging
+from pipework.distributed.gradients.data_parallel import Averaging
 from pipework.distributed.gradients.found_inf import FoundInf
 from pipework.distributed.gradients.grad_norm import norm_of_all, norms_of_stages
 from pipework.distributed.gradients.tied import tied_parameters
 from pipework.distributed.mesh import mesh_of
-from pipework.distributed.own_layers import ClipCheck, OptimizerCheck
+from pipework.distributed.own_layers import refuse_optimizers_of_others, refuse_partial_clipping
 from pipework.distributed.peer_group import PeerGroup
 from pipework.distributed.rendezvous import RendezvousSpec
 from pipework.distributed.shared_tensors import SharedTensors, refuse_foreign_meshes, refuse_other_shards
 from pipework.distributed.step_calls import Delivered, StepCalls
+from pipework.distributed.transport.groups import gather_numbers
 from pipework.distributed.transport.rank_transport import RankTransport
 from pipework.fsdp_private import fsdp_modules
 from pipework.model.local_parameters import local_dimensions, patterns_of
@@ -31,7 +32,6 @@ from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,17 +41,15 @@ if TYPE_CHECKING:
     from pipework.backend import PipeSpec
     from pipework.distributed.mesh import Mesh
     from pipework.model.mini_batch import MiniBatch
-    from pipework.runtime.failure import Failure
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
     from pipework.runtime.run_spec import RunSpec
     from pipework.runtime.skips.skip import Skip
     from pipework.runtime.transport import Transport
-    from pipework.runtime.worker_threads import WorkerThreads
     from pipework.schedule import Action, Interval
 
 
-class DistributedBackend(Backend):
+class DistributedBackend(PeerGroup):
     """This process as one of those that hold a pipe; see `Backend`.
 
     Args:
@@ -70,31 +68,20 @@ class DistributedBackend(Backend):
             raise ValueError(
                 "devices is for workers that are threads: with a mesh, each process has its device already"
             )
-        self.mesh = mesh_of(mesh)
-        super().__init__([self.mesh.device] * len(self.mesh.ranks))
+        super().__init__(mesh_of(mesh))
         self.data_parallel_rank = self.mesh.data_parallel_rank
         self.data_parallel_size = self.mesh.data_parallel_size
-        self.starting = self._starting
-        self._group: PeerGroup | None = None
-        self._checks: list[object] = []  # open as long as this object
         self._own: Sequence[nn.Sequential] = ()  # the partitions of this process
         self._local_names: frozenset[str] = frozenset()
         self._uncompared: int | None = None  # the micro-batches of this call, until they are compared with others'
 
     @property
-    def group(self) -> PeerGroup:
-        """The processes, once they have come together."""
-        assert self._group is not None, "join() comes first"
-        return self._group
-
-    @property
     def ranks(self) -> ProcessGroupView:
         """All processes of the pipe and its replicas."""
-        everyone, mesh = self.group.everyone, self.mesh
-        position = everyone.index(mesh.rank)
+        mesh = self.mesh
         return ProcessGroupView(
-            position,
-            everyone,
+            self._position,
+            self.everyone,
             mesh.data_parallel_rank,
             mesh.data_parallel_size,
             mesh.same_layers.index(mesh.rank),
@@ -105,20 +92,20 @@ class DistributedBackend(Backend):
 
     def _share_text(self, text: str) -> list[str]:
         """The texts of all processes; what follows may be the last of a training, so losses are compared, too."""
-        with self.group.calling("checkpoint"):
+        with self.calling("checkpoint"):
             return self._gather_compared("everyone", text)
 
     @property
     def stopping(self) -> bool:
         """Whether a process was asked to end; after this question the program is trusted to leave by itself."""
-        self.group.stop_was_seen = True
-        return self.group.stopping
+        self._stop_was_seen = True
+        return self.stops
 
     # ---- making a pipe ----------------------------------------------------------------------------------------------
 
     def own_stages(self, assignment: Assignment) -> list[int]:
         """The stages of this rank's worker. Raises a ValueError if any process would have none."""
-        workers, processes = len(set(assignment.placement)), len(self.mesh.ranks)
+        workers, processes = len(set(assignment.placement)), len(self.pipe_ranks)
         if workers < processes:
             layers = sum(assignment.partitioning.balance)
             raise ValueError(
@@ -145,17 +132,15 @@ class DistributedBackend(Backend):
         of_mesh = {"local_parameters": local, "whole_stages": mesh.whole_stages}
         agreed = contract(spec.module, spec.assignment, **spec.settings, **of_mesh)
         tensors = self._tensors = SharedTensors(named, mesh, local_names)
-        group = self._group = PeerGroup(
-            mesh, RendezvousSpec(placement, pairs, tied), agreed, tensors, spec.open_workers
-        )
-        groups, connections = group.connections.groups, group.connections
+        self.meet(RendezvousSpec(placement, pairs, tied), agreed, tensors, spec.open_workers)
+        groups, every_replicas = self.connections.groups, self.connections.every_replicas
+        layers = (groups["layers"], mesh.layer_ranks) if "layers" in groups else None
         self._calls = StepCalls(
-            groups["control"], group.ranks, placement[0], placement[-1], connections.layers, tensors.digest_of_trained
+            groups["control"], self.pipe_ranks, placement[0], placement[-1], layers, tensors.digest_of_trained
         )
         self._found_inf = FoundInf(groups["everyone"], mesh.device)
-        gathers_in_order = mesh.whole_stages is not None
-        waits = group.monitor.progress.waits
-        self._averaging = Averaging(connections.every_replicas, tensors, waits, gathers_in_order=gathers_in_order)
+        waits, gathers_in_order = self.monitor.progress.waits, mesh.whole_stages is not None
+        self._averaging = Averaging(every_replicas, tensors, waits, gathers_in_order=gathers_in_order)
         self._leave_to_others(spec)
         note_places(spec.partitions)
 
@@ -164,7 +149,7 @@ class DistributedBackend(Backend):
         placed = list(zip(spec.assignment.placement, spec.partitions, strict=True))
         own = self._own = [partition for worker, partition in placed if worker == self.mesh.worker]
         own_ids = {id(parameter) for partition in own for parameter in partition.parameters()}
-        others = [(self.mesh.ranks[worker], part) for worker, part in placed if worker != self.mesh.worker]
+        others = [(self.pipe_ranks[worker], part) for worker, part in placed if worker != self.mesh.worker]
 
         before = [
             (state_name(partition._modules, name), f"rank {rank}", tensor)
@@ -174,20 +159,14 @@ class DistributedBackend(Backend):
         ]
         release_layers([(n, layer, f"rank {rank}") for rank, part in others for n, layer in part.named_children()], own)
         if others:
-            self._checks = [
-                OptimizerCheck(before),
-                ClipCheck(lambda: [layer for partition in own for layer in partition]),
-            ]
-
-    def use(self, workers: WorkerThreads) -> None:
-        """See `Backend.use`."""
-        self.group.use(workers)
+            refuse_optimizers_of_others(self, before)
+            refuse_partial_clipping(self, lambda: [layer for partition in own for layer in partition])
 
     def program(self, program: Program, skips: Sequence[Skip]) -> Program:
         """The program with sends, receives and reductions."""
         hops = [pair for skip in skips for pair in skip.hops]
         # What is sharded over a single replica is reduced, too.
-        reduces = self.mesh.replicas is not None or bool(fsdp_modules(self._own))
+        reduces = self.data_parallel_size > 1 or bool(fsdp_modules(self._own))
         return program.across(hops, reduces=reduces, whole_stages=self.mesh.whole_stages)
 
     def check_copyable(self) -> None:
@@ -201,11 +180,7 @@ class DistributedBackend(Backend):
 
     def rank_of(self, worker: int) -> int | None:
         """The number of the worker's process in the job."""
-        return self.group.ranks[worker]
-
-    def calling(self, what: str) -> AbstractContextManager[None]:
-        """See `Backend.calling`."""
-        return self.group.calling(what)
+        return self.pipe_ranks[worker]
 
     def check_inputs(self, inputs: Collection[Any]) -> None:
         """Raises a TypeError if the first rank was given None."""
@@ -220,30 +195,22 @@ class DistributedBackend(Backend):
         call = call if batch is None else call.reading(batch)
         call = call._replace(key=draw_key() if call.training else None)
         mine = self._calls.own(call, inputs, target)
-        return self.group.on_worker(lambda: self._calls.exchange(mine, batch))
+        return self.on_worker(lambda: self._calls.exchange(mine, batch))
 
     def expect_backward(self) -> Callable[[Factor], None] | None:
         """See `Backend.expect_backward`."""
         return self._calls.losses.expect()
 
-    def common_error(self, error: ValueError) -> ValueError:
-        """See `Backend.common_error`."""
-        return self.group.common_error(error)
-
     def share_key(self, call: StepCall, key: Key) -> None:
         """See `Backend.share_key`."""
-        if call.key is None and any(self.group.gather("control", "yes" if key.drawn else "")):
+        if call.key is None and any(self.gather("control", "yes" if key.drawn else "")):
             key.value()
-
-    def request_stop(self) -> None:
-        """See `Backend.request_stop`."""
-        self.group.request_stop()
 
     def clip_grad_norm_(
         self, stages: Mapping[int, nn.Sequential], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
         """By the norm of the gradients on all ranks of the pipe."""
-        with self.group.calling("clip_grad_norm_"):
+        with self.calling("clip_grad_norm_"):
             norm = self._gradient_norm({n: list(part.parameters()) for n, part in stages.items()}, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
@@ -267,19 +234,19 @@ class DistributedBackend(Backend):
             ValueError: other ranks of the pipe brought other losses backward, or some that have the same layers have
                 no gradient where others have one.
         """
-        group, tied, layers = self.group, self.group.connections.tied, self.group.connections.layers
-        elsewhere = set() if tied is None else tied.counted_elsewhere
+        tied, layers = self.connections.tied, self.connections.groups.get("layers")
+        elsewhere = tied.counted_elsewhere
         local = self._tensors.local
         if layers is not None:  # which take the norm of a DTensor together
             every = [each for part in stages.values() for each in part if id(each) not in local or is_dtensor(each)]
-            flags = torch.tensor([each.grad is not None for each in every], dtype=torch.int64)
-            self._tensors.refuse_some_missing(every, *group.on_worker(lambda: layers.extremes(flags)))
+            flags = [each.grad is not None for each in every]
+            self._tensors.refuse_some_missing(every, self.on_worker(lambda: gather_numbers(layers, flags)))
         mine = norms_of_stages(stages, {*elsewhere, *local}, norm_type)
         norms = [json.loads(text) for text in self._gather_compared("control", json.dumps(mine))]
         if self._tensors.any_are_local:
             own = {stage: [each for each in parameters if id(each) in local] for stage, parameters in stages.items()}
             found = norms_of_stages(own, elsewhere, norm_type, lambda each: local[id(each)][0] == self.mesh.rank)
-            norms += map(json.loads, group.gather("everyone", json.dumps(found)))
+            norms += map(json.loads, self.gather("everyone", json.dumps(found)))
         return norm_of_all(norms, norm_type)
 
     def _gather_compared(self, name: str, text: str) -> list[str]:
@@ -287,11 +254,10 @@ class DistributedBackend(Backend):
 
         No further call of the pipe may come that would notice it.
         """
-        mine, group = self._calls.losses.told(waits=True), self.group
-        texts = group.gather(name, f"{json.dumps(mine)}\n{text}")
-        pairs = [each.split("\n", 1) for each in texts]
-        for rank, (theirs, _) in zip(group.everyone if name == "everyone" else group.ranks, pairs, strict=True):
-            if rank in group.ranks:
+        mine = self._calls.losses.told(waits=True)
+        pairs = [each.split("\n", 1) for each in self.gather(name, f"{json.dumps(mine)}\n{text}")]
+        for rank, (theirs, _) in zip(self.everyone if name == "everyone" else self.pipe_ranks, pairs, strict=True):
+            if rank in self.pipe_ranks:
                 self._calls.check_delivered(mine, Delivered(*json.loads(theirs)), rank)
         return [rest for _, rest in pairs]
 
@@ -305,29 +271,25 @@ class DistributedBackend(Backend):
         if spec.differentiates:
             self._averaging.compare(spec, self._calls.losses.marks)
         self._uncompared = spec.micro_batches if self._averaging.needs_equal_counts(spec) else None
-        return RankTransport(self.mesh.worker, spec, self)
+        return RankTransport(spec, self)
+
+    @property
+    def starting(self) -> Callable[[Action], None]:
+        """See `Backend.starting`."""
+        return self._starting
 
     def _starting(self, action: Action) -> None:
-        """See `starting` of `Backend`."""
-        progress = self.group.monitor.progress
+        progress = self.monitor.progress
         progress.action = action
         progress.count += 1
         if self._uncompared is not None:
             count, self._uncompared = self._uncompared, None
             self._averaging.refuse_other_counts(count)
 
-    def during(self, failure: Failure) -> None:
-        """See `Backend.during`."""
-        self.group.during(failure)
-
     def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
         """See `Backend.all_intervals`."""
-        texts = self.group.gather("control", intervals_as_text(intervals))
+        texts = self.gather("control", intervals_as_text(intervals))
         return [interval for text in texts for interval in intervals_from_text(text)]
-
-    def explained(self, error: BaseException) -> BaseException:
-        """See `Backend.explained`."""
-        return self.group.explained(error)
 
     def reduce(self, spec: RunSpec, stage: int) -> None:
         """REDUCE_GRAD: begins to average the gradients of a stage, which are complete, over the replicas."""
@@ -337,8 +299,7 @@ class DistributedBackend(Backend):
         """After the last action: completes the gradients."""
         self._averaging.finish(spec)
         if spec.differentiates:
-            assert self.group.connections.tied is not None
-            self.group.connections.tied.add_up(spec.runs)
+            self.connections.tied.add_up(spec.runs)
         if spec.scaler is not None:
             every = [run.aliases for run in spec.runs.values()]
             leaves = [leaf for aliases in every for leaf in aliases.leaves]

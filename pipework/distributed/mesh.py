@@ -21,9 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipework import torch_private
 from pipework.distributed.health import process_exit
-from pipework.distributed.health.process_calls import ProcessCalls
+from pipework.distributed.health.failure_detector import ProcessCalls
 from pipework.distributed.store_prefix import attempt_prefix
-from pipework.distributed.transport.groups import NO_TIMEOUT
+from pipework.distributed.transport.groups import NO_TIMEOUT, break_group
 from pipework.model.local_parameters import patterns_of, texts_of
 from pipework.schedule.argument_checks import positive_integers
 
@@ -37,6 +37,7 @@ logger = logging.getLogger("pipework")
 PIPELINE = "pp"
 REPLICAS = "dp"
 LEFT_EARLY = "pipework_left_early"  # set on a DeviceMesh when another rank had not come to its end as this one did
+_BROKEN = "pipework_broken"  # set on a DeviceMesh
 PIPES = "pipework/pipes of {}"  # the key of the store at which a rank counts the pipes that it has made of a mesh
 
 
@@ -120,7 +121,8 @@ class Mesh:
         along = (
             texts_of(replicas) if isinstance(replicas, Sequence) else None
         )  # a set has another order in each process
-        if along is None or (along != (REPLICAS,) and not _are_dimensions(along, names)):
+        wrong = along is None or not {*along} <= {*names} - {PIPELINE} or len({*along}) < len(along)
+        if along is None or (wrong and along != (REPLICAS,)):
             raise ValueError(
                 f"replicas={replicas!r}: wanted a dimension of the DeviceMesh or a tuple of them, each once and "
                 f"without 'pp', along which the ranks are given other data; it has {tuple(names)}"
@@ -147,20 +149,19 @@ class Mesh:
         return self.device_mesh.get_local_rank(PIPELINE)
 
     @property
+    def replicas(self) -> list[int]:
+        """The ranks with the same stages as this one, one of each replica: in the order of their replicas."""
+        return self.same_layers_at(self.layer_dimensions)
+
+    @property
     def data_parallel_size(self) -> int:
         """The number of replicas."""
-        return len(self._among_replicas())
+        return len(self.replicas)
 
     @property
     def data_parallel_rank(self) -> int:
         """The number of this process's replica."""
-        return self._among_replicas().index(self.rank)
-
-    @property
-    def replicas(self) -> list[int] | None:
-        """The ranks with the same stages as this one, one of each replica; None if there is one replica."""
-        ranks = self._among_replicas()
-        return ranks if len(ranks) > 1 else None
+        return self.replicas.index(self.rank)
 
     @property
     def some_replicas(self) -> list[list[int]]:
@@ -177,7 +178,8 @@ class Mesh:
     @property
     def everyone(self) -> list[int]:
         """All ranks, pipe by pipe: those of a replica are neighbours."""
-        return [int(rank) for rank in self._by_pipe().flatten()]
+        ranks = self.device_mesh.mesh.permute([self._names.index(name) for name in self._in_order()])
+        return [int(rank) for rank in ranks.flatten()]
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -186,14 +188,10 @@ class Mesh:
         return {"dimensions": list(self._names), "of replicas": along, "ranks": self.device_mesh.mesh.tolist()}
 
     @property
-    def pipe(self) -> int:
-        """The number of this process's pipe among all of the mesh."""
-        return self.everyone.index(self.rank) // len(self.ranks)
-
-    @property
     def layer_dimensions(self) -> dict[str, int]:
         """The place of this process in the dimensions over which layers are sharded, such as "tp"."""
-        return {name: self.device_mesh.get_local_rank(name) for name in self._layer_names()}
+        names = [name for name in self.dimensions_of_layers if name not in self.replica_dimensions]
+        return {name: self.device_mesh.get_local_rank(name) for name in names}
 
     @property
     def dimensions_of_layers(self) -> list[str]:
@@ -202,7 +200,12 @@ class Mesh:
 
     @property
     def layer_ranks(self) -> list[int]:
-        """The ranks that compute the layers of this one together with it, on the same data; see `LayerGroup`."""
+        """The ranks that compute the layers of this one together with it, on the same data.
+
+        Tensor, sequence and context parallelism are such. The layers call their collectives themselves. Each of these
+        ranks is a worker of a pipe of its own, and all of these pipes must do the same: a rank that was given other
+        rows would wait in a collective forever or mix up values. So the ranks compare their calls, see `step_calls`.
+        """
         return self.same_layers_at(self.replica_dimensions)
 
     @property
@@ -248,24 +251,36 @@ class Mesh:
         """Whether the store's server ends with this process: it runs in rank 0, unless it runs in a launcher."""
         return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
+    def break_layer_groups(self) -> None:
+        """Ends the collectives that wait in the groups of all dimensions but the pipe's; these cannot be used any more.
+
+        A rank that dies in the middle of a collective breaks it for all others. Those of NCCL are left to the process's
+        end.
+        """
+        for name in self.dimensions_of_layers:
+            group: Any = self.device_mesh.get_group(name)
+            if group.size() > 1 and "gloo" in str(group.name()):
+                vars(self.device_mesh)[_BROKEN] = True
+                break_group(group)
+
+    def refuse_broken_groups(self) -> None:
+        """Raises a RuntimeError if groups of the mesh were ended after a failure."""
+        if _BROKEN in vars(self.device_mesh):
+            raise RuntimeError(
+                "a pipe over this mesh has failed while its layers waited in a collective, which had to be ended, and "
+                "so the groups of the mesh cannot be used any more: make a new mesh and shard new layers over it, "
+                "init_device_mesh(...), or start the processes again from the last checkpoint"
+            )
+
     @property
     def _names(self) -> tuple[str, ...]:
         return self.device_mesh.mesh_dim_names or ()
 
-    def _layer_names(self) -> list[str]:
-        return [name for name in self._names if name not in (PIPELINE, *self.replica_dimensions)]
-
     def _in_order(self) -> list[str]:
-        return [name for name in (*self.replica_dimensions, *self._layer_names(), PIPELINE) if name in self._names]
+        return [name for name in (*self.replica_dimensions, *self.layer_dimensions, PIPELINE) if name in self._names]
 
     def _size(self, name: str) -> int:
         return self.device_mesh.size(self._names.index(name)) if name in self._names else 1
-
-    def _among_replicas(self) -> list[int]:
-        return self.same_layers_at(self._layer_names())
-
-    def _by_pipe(self) -> torch.Tensor:
-        return self.device_mesh.mesh.permute([self._names.index(name) for name in self._in_order()])
 
 
 def init(
@@ -415,11 +430,6 @@ def _destroy_at_exit(hook: ExitHook, device_mesh: DeviceMesh) -> None:
             dist.destroy_process_group()
 
     weakref.finalize(hook, destroy)  # it follows those of pipes, which are made later; `atexit` would be before them
-
-
-def _are_dimensions(given: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether these are dimensions of a mesh beside the pipe's, each once."""
-    return {*given} <= {*names} - {PIPELINE} and len({*given}) == len(given)
 
 
 def _own_device(local_rank: int, neighbours: int) -> torch.device:

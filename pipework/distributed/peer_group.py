@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
+from pipework.backend import Backend
 from pipework.distributed.agreement import agree
 from pipework.distributed.health.errors import PREEMPTED
+from pipework.distributed.health.failure_detector import DetectionTimes
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
 from pipework.distributed.health.status import describe_action
-from pipework.distributed.layer_group import break_layer_groups, refuse_broken_groups
 from pipework.distributed.mesh import LEFT_EARLY, PIPES
-from pipework.distributed.rendezvous import Rendezvous
-from pipework.distributed.transport.groups import LostConnectionError, all_gather, is_broken_collective
+from pipework.distributed.rendezvous import Connections
+from pipework.distributed.transport.groups import LostConnectionError, all_gather, gather_numbers, is_broken_collective
 from pipework.runtime.failure import Failure
 from pipework.schedule.placement import named_stages
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipework.distributed.mesh import Mesh
-    from pipework.distributed.rendezvous import Connections, RendezvousSpec
+    from pipework.distributed.rendezvous import RendezvousSpec
     from pipework.distributed.shared_tensors import SharedTensors
     from pipework.distributed.transport.groups import Group
     from pipework.runtime.worker_threads import WorkerThreads
@@ -44,92 +45,98 @@ _WATCHDOG: Final = 0.25
 ended. Before, it takes it for an error of theirs if the other rank ends the group, and prints it."""
 
 
-class PeerGroup:
-    """The ranks of one pipe, as one of them sees them. All ranks make it at the same time.
-
-    Args:
-        mesh: the processes.
-        spec: the pipe.
-        contract: what must be equal on all ranks, see `agreement`.
-        tensors: this rank's parameters and buffers, which get the values of those of the first replica.
-        open_workers: see `PipeSpec`; a method of an object that lives as long as the pipe, and is not kept.
+class PeerGroup(Backend):
+    """The ranks of one pipe, as one of them sees them.
 
     Attributes:
-        connections: to the other ranks.
-        stopping: see `Backend.stopping`. The last rank decides at the end of a step, so all ranks see it after the same
-            step.
-        stop_was_seen: whether the program has asked for it.
-
-    Raises:
-        ValueError: the ranks disagree about the pipe.
-        TimeoutError: a rank has not come.
+        mesh: the processes.
+        pipe_ranks: those of this pipe.
+        everyone: those of this pipe and its replicas.
+        connections: to the other ranks, once they have come together.
+        monitor: of failures, likewise.
+        stops: whether training is to stop. The last rank decides at the end of a step, so all ranks see it after the
+            same step.
     """
 
-    def __init__(
+    connections: Connections
+    monitor: HealthMonitor
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.pipe_ranks = mesh.ranks
+        super().__init__([mesh.device] * len(self.pipe_ranks))
+        self.everyone = mesh.everyone
+        self._position = self.everyone.index(mesh.rank)
+        self._workers: weakref.ref[WorkerThreads] | None = None  # the pipe replaces them with its layers
+        self._in_call = threading.Lock()  # held during a call
+        self._lock = threading.Lock()
+        self._failure: weakref.ref[Failure] | None = None
+        self.stops = self._stop_was_seen = False
+        self._common_error: BaseException | None = None
+
+    def meet(
         self,
-        mesh: Mesh,
         spec: RendezvousSpec,
         contract: Mapping[str, Any],
         tensors: SharedTensors,
         open_workers: Callable[[], object],
     ) -> None:
-        self.mesh = mesh
-        self.ranks = mesh.ranks
-        self.everyone = mesh.everyone
-        self._position = self.everyone.index(mesh.rank)
+        """All ranks compare what they were started with, and connect. They call this at the same time.
+
+        Args:
+            spec: the pipe.
+            contract: what must be equal on all ranks, see `agreement`.
+            tensors: this rank's parameters and buffers, which get the values of those of the first replica.
+            open_workers: see `PipeSpec`; a method of an object that lives as long as the pipe, and is not kept.
+
+        Raises:
+            ValueError: the ranks disagree about the pipe.
+            TimeoutError: a rank has not come.
+        """
+        mesh = self.mesh
         self._placement = spec.placement
+        self._open_workers = weakref.WeakMethod(open_workers)
+        self._has_groups = len(mesh.layer_ranks) > 1 or tensors.are_collective
+        mesh.store.add(PIPES.format(mesh.rank), 1)
         # The ranks of a mesh make its pipes in the same order, so each can count them by itself. They may have made
         # others before: of another mesh, or of another slice of the same one.
-        number = mesh.store.add(PIPES.format(mesh.rank), 1)
         ranks = sorted(self.everyone)
         members = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         of_mesh = mesh.store.add(f"{PIPES.format(mesh.rank)} among {members}", 1)
         store = PrefixStore(f"pipework/pipe {of_mesh} of {members}", mesh.store)
-        names = [self._named(self.everyone.index(rank)) for rank in ranks]
+        names = list(map(self._named, range(len(ranks))))
+        in_order = [names[self.everyone.index(rank)] for rank in ranks]
         mine = {**contract, "mesh": mesh.layout}
-        place = ranks.index(mesh.rank), len(ranks)
-        agree(PrefixStore("agreement", store), *place, mine, mesh.timeout, names.__getitem__, ranks)
+        agree(PrefixStore("agreement", store), ranks.index(mesh.rank), in_order, mine, mesh.timeout, ranks)
         self.monitor = HealthMonitor(
             PrefixStore("monitor", store),
             self._position,
-            len(self.everyone),
-            beat=min(0.5, mesh.detect / 6),
-            detect=mesh.detect,
-            action_timeout=mesh.action_timeout,
-            names=self._named,
+            names,
+            DetectionTimes(min(0.5, mesh.detect / 6), mesh.detect, action_timeout=mesh.action_timeout),
             numbers=self.everyone,
             calls=mesh.calls,
-            pipe=number,
             lingers=mesh.hosts_store or mesh.uses_nccl,
         )
         weakref.finalize(self, self.monitor.close)
-        self.connections = self._rendezvous(store, spec, tensors)
+        self._connect(store, spec, tensors)
         if groups := self.connections.device_groups:
             weakref.finalize(self, _end_device_groups, groups, self.monitor, mesh, os.getpid())
-        self._has_groups = len(mesh.layer_ranks) > 1 or tensors.are_collective
-        self._open_workers = weakref.WeakMethod(open_workers)
-        self._workers: weakref.ref[WorkerThreads] | None = None  # the pipe replaces them with its layers
-        self._in_call = threading.Lock()  # held during a call
-        self._lock = threading.Lock()
-        self._failure: weakref.ref[Failure] | None = None
-        self.stopping = self.stop_was_seen = False
-        self._common_error: BaseException | None = None
         self._preemption = Preemption(self.monitor)
-        if threading.current_thread() is threading.main_thread():
-            self._preemption.install()
+        self._preemption.install()
         # Neither the monitor nor a run's failure may keep this object: dropping a pipe ends its threads and
         # connections.
         hear = weakref.WeakMethod(self._hear_of_failure)
-        self.monitor.on_failure(lambda _: None if (method := hear()) is None else method())
+        self.monitor.on_failure(lambda: None if (method := hear()) is None else method())
 
-    def _rendezvous(self, store: PrefixStore, spec: RendezvousSpec, tensors: SharedTensors) -> Connections:
-        """The rendezvous; if it fails, the reason is reported to all ranks."""
+    def _connect(self, store: PrefixStore, spec: RendezvousSpec, tensors: SharedTensors) -> None:
+        """Connects with the other ranks; if that fails, the reason is reported to all."""
         self.monitor.progress.action = "making the pipe"
         self.monitor.start()
         try:
             try:
-                refuse_broken_groups(self.mesh)
-                return Rendezvous(self.mesh, store, spec, tensors, self.monitor).run()
+                self.mesh.refuse_broken_groups()
+                self.connections = Connections(self.mesh, store, spec, tensors)
+                self.connections.make(self.monitor)
             except LostConnectionError as error:
                 raise self.explained(error) from None
         except BaseException as error:
@@ -140,7 +147,7 @@ class PeerGroup:
     def _named(self, position: int) -> str:
         """A rank in messages."""
         place = self.mesh.place(position)
-        which = [named_stages(self._placement, position % len(self.ranks))]
+        which = [named_stages(self._placement, position % len(self.pipe_ranks))]
         only = self.mesh.replica_dimensions
         which += [f"{'replica' if only == (name,) else name} {number}" for name, number in place.items()]
         return f"rank {self.everyone[position]} ({', '.join(which)})"
@@ -149,10 +156,7 @@ class PeerGroup:
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Entered around a call that all ranks make: an error on one rank is reported to all.
-
-        Args:
-            what: the name of the call, such as "training step".
+        """See `Backend`.
 
         Raises:
             PipelineError: another rank has failed.
@@ -163,7 +167,7 @@ class PeerGroup:
         """
         if (workers := self.workers) is not None:
             workers.refuse_own_thread()
-        if self.stopping and not self.stop_was_seen and what == "training step":
+        if self.stops and not self._stop_was_seen and what == "training step":
             reason = self._preemption.reason  # a rank may not know yet where the request came from
             who = f" ({reason})" if reason else ""
             _LOG.warning("leaving before the next training step, as a process was asked to end%s", who)
@@ -192,12 +196,11 @@ class PeerGroup:
             self._in_call.release()
 
     def common_error(self, error: ValueError) -> ValueError:
-        """Marks an error that every rank of this pipe raises by itself in this call.
+        """See `Backend`.
 
-        It is not reported to the other ranks, and the pipe stays usable. With other pipes in the mesh it is reported
-        all the same, because they do not raise it.
+        With other pipes in the mesh the error is reported all the same, because they do not raise it.
         """
-        if self.connections.replicas is None and self.connections.layers is None:
+        if self.connections.replicas is None and "layers" not in self.connections.groups:
             self._common_error = error
         return error
 
@@ -208,9 +211,9 @@ class PeerGroup:
     def asked_to_stop(self) -> bool:
         """Whether any process was asked to end. The last ranks of all pipes call this, and get the same answer."""
         asked = self._preemption.requested
-        replicas, layers = self.connections.replicas, self.connections.layers
+        replicas, layers = self.connections.replicas, self.connections.groups.get("layers")
         asked = asked if replicas is None else replicas.any_of(asked)
-        return asked if layers is None else layers.any_of(asked)
+        return asked if layers is None else bool(gather_numbers(layers, [asked]).any())
 
     def gather(self, name: str, text: str) -> list[str]:
         """The texts of all ranks of a group, in order. Every rank of it calls this, and waits for all others.
@@ -219,8 +222,8 @@ class PeerGroup:
             name: "control", the ranks of this pipe; or "everyone", those of all its replicas.
             text: of this rank.
         """
-        group, ranks = self.connections.groups[name], {"control": self.ranks, "everyone": self.everyone}[name]
-        return [each.decode() for each in self.on_worker(lambda: all_gather(group, ranks, text.encode()))]
+        group = self.connections.groups[name]
+        return [each.decode() for each in self.on_worker(lambda: all_gather(group, text.encode()))]
 
     @property
     def workers(self) -> WorkerThreads | None:
@@ -228,7 +231,7 @@ class PeerGroup:
         return None if self._workers is None else self._workers()
 
     def use(self, workers: WorkerThreads) -> None:
-        """See `pipework.backend.Backend`."""
+        """See `Backend`."""
         self._workers = weakref.ref(workers)
 
     def on_worker(self, function: Callable[[], Result]) -> Result:
@@ -264,14 +267,14 @@ class PeerGroup:
     # ---- failures -----------------------------------------------------------------------------------------------
 
     def during(self, failure: Failure) -> None:
-        """See `pipework.backend.Backend`."""
+        """See `Backend`."""
         with self._lock:
             self._failure = weakref.ref(failure)
         if self.monitor.failure is not None:
             failure.report(self.monitor.error(), None)
 
     def explained(self, error: BaseException) -> BaseException:
-        """See `pipework.backend.Backend`.
+        """See `Backend`.
 
         A rank that fails reports its error before it ends, so there is mostly a better reason than the lost connection.
         A rank that was killed reports nothing: then the lost connection itself is the reason.
@@ -302,7 +305,7 @@ class PeerGroup:
             self.connections.abort()
 
     def _hear_of_failure(self) -> None:
-        breaks = weakref.WeakMethod(self.break_layer_groups)
+        breaks = weakref.WeakMethod(self.mesh.break_layer_groups)
         self.monitor.end_process_if_stuck(self.mesh.grace, lambda: None if (method := breaks()) is None else method())
         with self._lock:
             failure = None if self._failure is None else self._failure()
@@ -310,10 +313,6 @@ class PeerGroup:
             self.abort()
         else:
             failure.report(self.monitor.error(), None)
-
-    def break_layer_groups(self) -> None:
-        """After a failure: ends what is under way in the groups of layers, for good."""
-        break_layer_groups(self.mesh)
 
     def _is_of_layers(self, error: BaseException) -> bool:
         """Whether a layer of this rank has seen that another rank left a collective."""

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipework.distributed.gradients.data_parallel import DataParallel
 from pipework.distributed.gradients.tied import TiedParameters
-from pipework.distributed.layer_group import LayerGroup
 from pipework.distributed.shared_tensors import refuse_any_different, refuse_some_different
 from pipework.distributed.transport.channel import Channel, DeviceChannel
 from pipework.distributed.transport.groups import (
-    LostConnectionError,
     break_group,
+    gather_numbers,
     group_of,
     nccl_group,
     network_devices,
+    transferring,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -55,26 +54,32 @@ class RendezvousSpec:
     tied: Sequence[Tied]
 
 
-@dataclass
 class Connections:
-    """One rank's connections to the others; during the rendezvous, those made so far.
+    """One rank's connections to the others. A pipe is complete only when all ranks have connected.
 
     Attributes:
-        groups: for tensors on the CPU, by name: "control" is of all workers of this pipe, "everyone" of all ranks.
-        device_groups: for tensors on accelerators; in the same order on all ranks that have two of them.
+        groups: for tensors on the CPU, by name: "control" is of all workers of this pipe, "everyone" of all ranks, and
+            "layers", if there are several, of those that compute the same layers on the same data.
         channels: to the workers that this one has to do with.
+        device_groups: for tensors on accelerators; in the same order on all ranks that have two of them.
         every_replicas: all that average gradients, in the order in which each replica uses them. The first has all
             ranks that hold the same stages, the others those that share parameters which the rest do not.
         tied: the parameters that other ranks have, too.
-        layers: the ranks that compute the same layers on the same data; None: there are no others.
     """
 
-    groups: dict[str, Group] = field(default_factory=dict)
-    device_groups: list[Group] = field(default_factory=list)
-    channels: dict[int, Channel] = field(default_factory=dict)
-    every_replicas: list[DataParallel] = field(default_factory=list)
-    tied: TiedParameters | None = None
-    layers: LayerGroup | None = None
+    tied: TiedParameters
+
+    def __init__(self, mesh: Mesh, store: Store, spec: RendezvousSpec, tensors: SharedTensors) -> None:
+        self._mesh = mesh
+        self._store = store
+        self._spec = spec
+        self._tensors = tensors
+        self._devices = network_devices()
+        self._over = threading.Event()  # set when the caller no longer waits for the result
+        self.groups: dict[str, Group] = {}
+        self.channels: dict[int, Channel] = {}
+        self.device_groups: list[Group] = []
+        self.every_replicas: list[DataParallel] = []
 
     @property
     def replicas(self) -> DataParallel | None:
@@ -89,8 +94,6 @@ class Connections:
             break_group(group)
         for replicas in self.every_replicas:
             replicas.abort()
-        if self.layers is not None:
-            self.layers.abort()
         for group in self.device_groups:
             group.abort()
 
@@ -99,28 +102,9 @@ class Connections:
         for channel in self.channels.values():
             channel.forget()
 
+    # ---- the rendezvous ---------------------------------------------------------------------------------------------
 
-class Rendezvous:
-    """Connects this rank with the others. A pipe is complete only when all ranks have done so."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        store: Store,
-        spec: RendezvousSpec,
-        tensors: SharedTensors,
-        monitor: HealthMonitor,
-    ) -> None:
-        self._mesh = mesh
-        self._store = store
-        self._spec = spec
-        self._tensors = tensors
-        self._monitor = monitor
-        self._devices = network_devices()
-        self._made = Connections()
-        self._over = threading.Event()  # set when the caller no longer waits for the result
-
-    def run(self) -> Connections:
+    def make(self, monitor: HealthMonitor) -> None:
         """Connects, on a thread of its own: that thread is abandoned if another rank fails, because it may wait for it.
 
         Raises:
@@ -128,6 +112,10 @@ class Rendezvous:
         """
         errors: list[BaseException] = []
         done = threading.Event()
+
+        def raise_failure() -> None:
+            if monitor.failure is not None:
+                raise monitor.error()
 
         def job() -> None:
             try:
@@ -140,49 +128,44 @@ class Rendezvous:
         contextvars.Context().run(thread.start)  # if it is abandoned, it keeps nothing of the caller's variables
         try:
             while not done.wait(_POLL):
-                self._raise_failure()
+                raise_failure()
             for error in errors:
                 raise error
             # The store may end with the first rank that ends; afterwards nothing can be learnt about that rank.
-            while not self._monitor.has_seen_all:
-                self._raise_failure()
+            while not monitor.has_seen_all:
+                raise_failure()
                 time.sleep(_POLL / 5)
         except BaseException:
             self._over.set()
-            self._made.abort()
+            self.abort()
             thread.join(_JOIN_TIMEOUT)
             raise
-        return self._made
-
-    def _raise_failure(self) -> None:
-        if self._monitor.failure is not None:
-            raise self._monitor.error()
 
     def _connect_all(self) -> None:
-        mesh, made, placement = self._mesh, self._made, self._spec.placement
+        mesh, placement = self._mesh, self._spec.placement
         position = mesh.everyone.index(mesh.rank)
-        own = PrefixStore(f"pipe {mesh.pipe}", self._store)
+        own = PrefixStore(f"pipe {position // len(mesh.ranks)}", self._store)
         self._connect(own)
-        made.groups["control"] = self._group(own, "control", range(len(mesh.ranks)), mesh.worker)
-        made.groups["everyone"] = self._group(self._store, "everyone", range(len(mesh.everyone)), position)
-        if mesh.replicas is not None:
+        self.groups["control"] = self._group(own, "control", range(len(mesh.ranks)), mesh.worker)
+        self.groups["everyone"] = self._group(self._store, "everyone", range(len(mesh.everyone)), position)
+        if mesh.data_parallel_size > 1:
             for ranks in (mesh.replicas, *self._tensors.averaging[1:]):
-                made.every_replicas.append(self._data_parallel(ranks))
-            for replicas in made.every_replicas:
-                ranks = replicas.ranks
-                found = self._tensors.compare(ranks, *replicas.extremes(self._tensors.digests(ranks)))
-                refuse_some_different(found)
-            for replicas in made.every_replicas:
+                self.every_replicas.append(self._data_parallel(ranks))
+            for replicas in self.every_replicas:
+                refuse_some_different(*self._compared(replicas.group, replicas.ranks))
+            for replicas in self.every_replicas:
                 replicas.share_values(self._tensors.averaged(replicas.ranks), self._tensors.compared(replicas.ranks))
         if len(same_layers := mesh.layer_ranks) > 1:
             name = f"layers of worker {mesh.worker} of replica {mesh.data_parallel_rank}"
             group = self._group(self._store, name, same_layers, mesh.rank)
-            made.layers = LayerGroup(group, same_layers, list(mesh.layer_dimensions))
-            digests = self._tensors.digests(same_layers)
-            found = self._tensors.compare(same_layers, *made.layers.extremes(digests))
-            refuse_any_different(found, same_layers, made.layers.dimensions)
-        made.tied = TiedParameters(self._spec.tied, placement, mesh.worker, made.channels, mesh.ranks)
-        made.tied.share_values()
+            self.groups["layers"] = group
+            refuse_any_different(self._compared(group, same_layers)[0], same_layers, list(mesh.layer_dimensions))
+        self.tied = TiedParameters(self._spec.tied, placement, mesh.worker, self.channels, mesh.ranks)
+        self.tied.share_values()
+
+    def _compared(self, group: Group, ranks: Sequence[int]) -> tuple[list[str], list[str]]:
+        """How the tensors that these ranks share compare."""
+        return self._tensors.compare(ranks, gather_numbers(group, self._tensors.digests(ranks)))
 
     def _data_parallel(self, ranks: Sequence[int]) -> DataParallel:
         group, device_group = self._groups(self._store, f"replicas on {ranks}", ranks, self._mesh.rank)
@@ -209,11 +192,11 @@ class Rendezvous:
             if device_out is not None and device_in is not None:
                 device_channel = DeviceChannel(device_out, device_in, mesh.device)
             other = high if here == low else low
-            self._made.channels[other] = Channel(
+            self.channels[other] = Channel(
                 mesh.ranks[other], outgoing, incoming, mesh.device, device_channel, mesh.device_mesh
             )
             if device_channel is not None:
-                with _lost_if_it_fails():
+                with transferring():
                     device_channel.connect()
 
     def _groups(self, store: Store, name: str, members: Sequence[int], rank: int) -> tuple[Group, Group | None]:
@@ -222,8 +205,8 @@ class Rendezvous:
         if not self._mesh.uses_nccl:
             return group, None
         make = functools.partial(nccl_group, device=self._mesh.device)
-        self._made.device_groups.append(self._group(store, f"{name}, NCCL", members, rank, make))
-        return group, self._made.device_groups[-1]
+        self.device_groups.append(self._group(store, f"{name}, NCCL", members, rank, make))
+        return group, self.device_groups[-1]
 
     def _group(
         self,
@@ -247,14 +230,5 @@ class Rendezvous:
             pause = min(1.5 * pause, _POLL)
         if self._over.is_set():
             raise RuntimeError("the rendezvous was ended because a rank has failed")
-        with _lost_if_it_fails():
+        with transferring():
             return make(store, name, members, rank) if make else group_of(store, name, members, rank, self._devices)
-
-
-@contextlib.contextmanager
-def _lost_if_it_fails() -> Iterator[None]:
-    """An error that PyTorch raises while a group is made: mostly a member has just ended."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise LostConnectionError(None) from error

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from pipework.distributed.data_digest import data_digest, tells_rows
 from pipework.values.dtensor import (
@@ -37,18 +35,6 @@ _WAYS_OUT: Final = (
     "Pipe(..., local_parameters=['*.experts.*']), or {'*.experts.*': 'ep'} if the mesh has several dimensions beside "
     "'pp'"
 )
-
-
-class Difference(NamedTuple):
-    """How the values of one group of ranks compare.
-
-    Attributes:
-        different: names of parameters of which the ranks have other values.
-        alike: names of trained parameters of which all have the same values, which no initialisation gives by chance.
-    """
-
-    different: list[str]
-    alike: list[str]
 
 
 class SharedTensors:
@@ -77,7 +63,7 @@ class SharedTensors:
         same = {over: mesh.same_layers_at(_local_over(over, mesh)) for over in {*local_names.values()}}
         self.local = {id(tensor): same[local_names[name]] for name, tensor in self._named if name in local_names}
         self.any_are_local = bool(local_names)
-        self._replicas = tuple(mesh.replicas or ())
+        self._replicas = tuple(mesh.replicas) if mesh.data_parallel_size > 1 else ()
         every = [self._replicas, *map(tuple, mesh.some_replicas)] if self._replicas else []
         self.averaging = sorted(every, key=len, reverse=True)
         self._averaged_over: dict[int, tuple[int, ...]] = {}
@@ -154,38 +140,37 @@ class SharedTensors:
         flags = bytes([tensor.requires_grad for _, tensor in self._named])
         return int.from_bytes(hashlib.sha256(flags).digest()[:6])
 
-    def digests(self, ranks: Sequence[int]) -> Tensor:
+    def digests(self, ranks: Sequence[int]) -> list[int]:
         """A number for each tensor that these ranks share, of a sample of its values."""
-        return torch.tensor(
-            [0 if tensor.is_meta else data_digest(local_part(tensor)) for _, tensor in self.among(ranks)],
-            dtype=torch.int64,
-        )
+        return [0 if tensor.is_meta else data_digest(local_part(tensor)) for _, tensor in self.among(ranks)]
 
-    def compare(self, ranks: Sequence[int], lowest: Tensor, highest: Tensor) -> Difference:
+    def compare(self, ranks: Sequence[int], digests: Tensor) -> tuple[list[str], list[str]]:
         """What the digests of all ranks say.
 
         Args:
             ranks: that share.
-            lowest: of each tensor the lowest digest of any rank.
-            highest: the highest.
+            digests: a row of each rank.
+
+        Returns:
+            The names of parameters of which the ranks have other values, and those of trained parameters of which all
+            have the same values, which no initialisation gives by chance.
         """
         different, alike = [], []
-        for (name, tensor), low, high in zip(self.among(ranks), lowest.tolist(), highest.tolist(), strict=True):
-            if low != high:
+        for (name, tensor), column in zip(self.among(ranks), digests.T.tolist(), strict=True):
+            if len({*column}) > 1:
                 different.append(name)
-            elif tensor.requires_grad and tells_rows(low):
+            elif tensor.requires_grad and tells_rows(column[0]):
                 alike.append(name)
-        return Difference(different, alike)
+        return different, alike
 
-    def refuse_some_missing(self, parameters: Sequence[Tensor], lowest: Tensor, highest: Tensor) -> None:
+    def refuse_some_missing(self, parameters: Sequence[Tensor], present: Tensor) -> None:
         """Raises a ValueError if ranks that compute the same layers together do not all have the same gradients.
 
         Args:
             parameters: of this rank.
-            lowest: for each of them 1 if all ranks have a gradient, else 0.
-            highest: 1 if any has one.
+            present: a row of each rank: for each parameter 1 if it has a gradient, else 0.
         """
-        some = {id(each) for each, flag in zip(parameters, highest - lowest, strict=True) if flag}
+        some = {id(each) for each, flag in zip(parameters, present.amax(0) - present.amin(0), strict=True) if flag}
         if some:
             raise ValueError(
                 "some of the ranks that compute the same layers together have no gradient of "
@@ -195,27 +180,27 @@ class SharedTensors:
             )
 
 
-def refuse_some_different(found: Difference) -> None:
+def refuse_some_different(different: Sequence[str], alike: Sequence[str]) -> None:
     """Raises a ValueError if replicas have the same values of some parameters, and other values of others.
 
     If all differ, the replicas were seeded differently, and get the values of the first.
     """
-    if found.different and found.alike:
+    if different and alike:
         raise ValueError(
-            f"the replicas have different values of {_listed(found.different)}, and the same of "
-            f"{_listed(found.alike)}: layers that are not the same would be overwritten by those of replica 0, and "
+            f"the replicas have different values of {_listed(different)}, and the same of "
+            f"{_listed(alike)}: layers that are not the same would be overwritten by those of replica 0, and "
             f"their gradients averaged. {_WAYS_OUT}. If they are to be the same, seed alike on all ranks before the "
             "model is made"
         )
 
 
-def refuse_any_different(found: Difference, ranks: Sequence[int], dimensions: Sequence[str]) -> None:
+def refuse_any_different(different: Sequence[str], ranks: Sequence[int], dimensions: Sequence[str]) -> None:
     """Raises a ValueError if the ranks of a layer group have other values of a parameter that is not sharded."""
-    if found.different:
+    if different:
         over = ", ".join(map(repr, dimensions))
         raise ValueError(
             f"{_ranks(ranks)}, which compute the same layers together, over {over} of the mesh, "
-            f"have different values of {_listed(found.different)}: seed alike on all ranks before the model is made, "
+            f"have different values of {_listed(different)}: seed alike on all ranks before the model is made, "
             f"or load the same values. {_WAYS_OUT}"
         )
 
@@ -254,7 +239,7 @@ def refuse_other_shards(parameters: Iterable[Tensor], mesh: Mesh) -> None:
         parameters: the shards.
         mesh: of the pipe.
     """
-    replicas = {*(mesh.replicas or [mesh.rank])}
+    replicas = {*mesh.replicas}
     for parameter in parameters:
         if any({*ranks} == replicas for ranks in sharding_ranks(parameter)):
             continue

@@ -10,6 +10,7 @@ later, the records carry digests of inputs and targets, so that ranks that were 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -18,7 +19,7 @@ import torch
 
 from pipework.backend import StepCall
 from pipework.distributed.data_digest import NO_DATA, data_digest, tells_rows
-from pipework.distributed.transport.groups import LostConnectionError
+from pipework.distributed.transport.groups import gather_numbers, transferring
 from pipework.model.marks import NO_ROWS
 from pipework.model.mini_batch import gradients_are_there
 from pipework.spot_checks import is_checked
@@ -29,11 +30,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipework.autograd.factor import Factor
-    from pipework.distributed.layer_group import LayerGroup
     from pipework.distributed.transport.groups import Group
     from pipework.model.mini_batch import MiniBatch
 
-_NO_KEY: Final = -1  # in a message
+_BYTES: Final = 512  # of a record, more than it ever needs
 _ALIKE: Final = ("training", "grad", "everywhere", "returns_output", "recorded", "scales_loss")
 _CALL_ALIKE: Final = "Call the pipe alike on all ranks"
 _SAME_DATA: Final = (
@@ -42,10 +42,8 @@ _SAME_DATA: Final = (
     "of the pipe only; without one, seed the shuffling alike on all ranks"
 )
 
-_BITS: Final = 2  # of a mark; the mark of a call without a loss to bring backward is 0
-_WAITS: Final = 1
-_DELIVERED: Final = 2
-_CALLS: Final = 31  # whose marks fit into a positive number of 64 bits
+_NO_LOSS, _WAITS, _DELIVERED = "-wd"  # the marks of a call
+_CALLS: Final = 32  # that are marked, at most
 _CLOSE: Final = 1e-3  # relative difference of factors that two processors computed and may have rounded differently
 
 
@@ -58,7 +56,7 @@ class Delivered(NamedTuple):
         factor: by which its gradients were multiplied, see `Factor`.
     """
 
-    marks: int = 0
+    marks: str = ""
     call: int = 0
     factor: float = 1.0
 
@@ -66,9 +64,9 @@ class Delivered(NamedTuple):
         """Whether two ranks multiplied the gradients of one call by different factors.
 
         Example:
-            >>> Delivered(0, 3, 1.0).has_other_factor(Delivered(0, 3, 0.5))
+            >>> Delivered("d", 3, 1.0).has_other_factor(Delivered("d", 3, 0.5))
             True
-            >>> Delivered(0, 3, 1.0).has_other_factor(Delivered(0, 2, 0.5))
+            >>> Delivered("d", 3, 1.0).has_other_factor(Delivered("d", 2, 0.5))
             False
         """
         one, other = self.factor, theirs.factor
@@ -96,26 +94,26 @@ class DeliveredLosses:
     """
 
     def __init__(self) -> None:
-        self.marks = 0  # that of the last call is in the lowest bits
+        self.marks = ""  # that of the last call is the first
         self._call = 0
         self._latest: tuple[int, Factor] | None = None  # of the last call that was brought backward
 
     def begin_call(self) -> None:
         """The next call begins; a mark that says nothing is added."""
         self._call += 1
-        self.marks = self.marks << _BITS & (1 << _BITS * _CALLS) - 1
+        self.marks = (_NO_LOSS + self.marks)[:_CALLS]
 
     def expect(self) -> Callable[[Factor], None]:
         """The present call has a loss for this rank's layers. What is returned is to be called at its backward."""
-        self.marks |= _WAITS
+        self.marks = _WAITS + self.marks[1:]
         return functools.partial(self._deliver, self._call)
 
     def _deliver(self, call: int, factor: Factor) -> None:
         if self._latest is None or call >= self._latest[0]:  # of several backwards of a call the last one counts
             self._latest = call, factor
-        shift = _BITS * (self._call - call)
-        if shift < _BITS * _CALLS:  # else the mark is gone
-            self.marks = self.marks & ~(_WAITS << shift) | _DELIVERED << shift
+        age = self._call - call
+        if age < len(self.marks):  # else the mark is gone
+            self.marks = self.marks[:age] + _DELIVERED + self.marks[age + 1 :]
 
     def told(self, *, waits: bool) -> Delivered:
         """What this rank tells the others.
@@ -127,7 +125,7 @@ class DeliveredLosses:
             return Delivered(self.marks)
         return Delivered(self.marks, self._latest[0], self._latest[1].number)
 
-    def difference(self, theirs: int) -> tuple[int, bool] | None:
+    def difference(self, theirs: str) -> tuple[int, bool] | None:
         """The first call whose loss was brought backward on one of two ranks, and not on the other.
 
         Args:
@@ -136,13 +134,12 @@ class DeliveredLosses:
         Returns:
             The number of the call, counted from 1, and whether it was on this rank; None: there is no such call.
         """
-        if self.marks == theirs:
-            return None
-        for age in reversed(range(_CALLS)):
-            here, there = (marks >> _BITS * age & (1 << _BITS) - 1 for marks in (self.marks, theirs))
-            if here and there and here != there:
-                return self._call - age, here == _DELIVERED
-        return None
+        different = [
+            age
+            for age, (here, there) in enumerate(zip(self.marks, theirs, strict=False))
+            if here != there and _NO_LOSS not in (here, there)
+        ]
+        return (self._call - different[-1], self.marks[different[-1]] == _DELIVERED) if different else None
 
 
 class RankCall(NamedTuple):
@@ -165,12 +162,10 @@ class RankCall(NamedTuple):
     targets: int = NO_DATA
 
     def message(self) -> list[int]:
-        """The record as whole numbers of 64 bits."""
-        call = self.call._replace(key=_NO_KEY if self.call.key is None else self.call.key)
-        (factor,) = struct.unpack("<q", struct.pack("<d", self.losses.factor))
-        given = call.given is not None  # how many rows each micro-batch has is another message
-        flat = [self.number, *call[:-1], given, *self.losses[:-1], factor, self.trained, self.inputs, self.targets]
-        return [int(each or 0) for each in flat]
+        """The record as whole numbers of 64 bits, always as many. The rows in `given` are another message."""
+        given: Sequence[int] | None = None if self.call.given is None else []
+        text = json.dumps(self._replace(call=self.call._replace(given=given)))
+        return memoryview(text.encode().ljust(_BYTES)).cast("q").tolist()
 
     @classmethod
     def of_message(cls, numbers: Sequence[int]) -> RankCall:
@@ -181,16 +176,8 @@ class RankCall(NamedTuple):
             >>> RankCall.of_message(mine.message()) == mine
             True
         """
-        number, *rest = numbers
-        values: dict[str, Any] = dict(zip(StepCall._fields, rest, strict=False))
-        values.update({name: bool(values[name]) for name in (*_ALIKE, "has_target", "target_is_unread")})
-        values.update(key=None if values["key"] == _NO_KEY else values["key"], given=[] if values["given"] else None)
-        marks, latest, bits, *digests = rest[len(values) :]
-        (factor,) = struct.unpack("<d", struct.pack("<q", bits))
-        return cls(number, StepCall(**values), Delivered(marks, latest, factor), *digests)
-
-
-_NUMBERS: Final = len(RankCall(0, StepCall(False, False, False, False, False)).message())
+        number, call, losses, *digests = json.loads(struct.pack(f"={len(numbers)}q", *numbers))
+        return cls(number, StepCall(*call), Delivered(*losses), *digests)
 
 
 class StepCalls:
@@ -201,7 +188,7 @@ class StepCalls:
         ranks: their numbers in the job.
         first: the worker of the first stage.
         last: the worker of the last stage.
-        layers: the ranks that compute the same layers; None: there are no others.
+        layers: a group of the ranks that compute the same layers, and their numbers; None: there are no others.
         trained: gives a digest of which parameters are trained.
     """
 
@@ -211,7 +198,7 @@ class StepCalls:
         ranks: Sequence[int],
         first: int,
         last: int,
-        layers: LayerGroup | None = None,
+        layers: tuple[Group, Sequence[int]] | None = None,
         trained: Callable[[], int] = int,
     ) -> None:
         self._group = group
@@ -246,18 +233,19 @@ class StepCalls:
             LostConnectionError: a rank is gone.
         """
         for _, worker, work in self._sends:
-            self._transfer(worker, work.wait)
+            with transferring(self._ranks[worker]):
+                work.wait()
         self._sends.clear()
         first, last, here = self._first, self._last, self._worker
         if self._layers is not None:
-            mine = self._agree_on_layers(self._layers, mine)
+            mine = self._agree_on_layers(*self._layers, mine)
         if here == last != first:
             self._send(first, mine.message())  # 1
         if here != first:
-            other, theirs = first, RankCall.of_message(self._receive(first, _NUMBERS))  # 2
+            other, theirs = first, self._receive_record(first)  # 2
             agreed = theirs.call
         else:
-            other, theirs = last, mine if last == first else RankCall.of_message(self._receive(last, _NUMBERS))  # 1
+            other, theirs = last, mine if last == first else self._receive_record(last)  # 1
             unread = mine.call.has_target and not theirs.call.has_target
             agreed = mine.call._replace(has_target=theirs.call.has_target, target_is_unread=unread)
             for worker in range(len(self._ranks)):  # also if the calls differ: then every rank raises
@@ -279,17 +267,17 @@ class StepCalls:
             agreed = agreed._replace(given=self._exchange_rows(batch, agreed.micro_batches))
         return agreed
 
-    def _agree_on_layers(self, layers: LayerGroup, mine: RankCall) -> RankCall:
+    def _agree_on_layers(self, group: Group, ranks: Sequence[int], mine: RankCall) -> RankCall:
         """This rank's record with the key of the first rank that computes the same layers. All must be alike."""
-        everyone = [RankCall.of_message(numbers) for numbers in layers.gather(mine.message())]
+        everyone = [RankCall.of_message(numbers) for numbers in gather_numbers(group, mine.message()).tolist()]
         compared = ["number", *_ALIKE, "trained"]
         if self._worker == self._first:
             compared += ["rows", "micro_batches", "inputs", "gradients"]
         if self._worker == self._last:
             compared += ["has_target", "targets"]
         for name in compared:
-            self._refuse_difference(name, mine, everyone, layers.ranks)
-        for rank, theirs in zip(layers.ranks, everyone, strict=True):
+            self._refuse_difference(name, mine, everyone, ranks)
+        for rank, theirs in zip(ranks, everyone, strict=True):
             self.check_delivered(mine.losses, theirs.losses, rank)
         return mine._replace(call=mine.call._replace(key=everyone[0].call.key))
 
@@ -350,30 +338,29 @@ class StepCalls:
         """Gives the last rank the rows of micro-batches that the caller of the first has made; others need none."""
         if batch is not None:
             if self._last != self._first:
-                self._send(self._last, [self._number, *batch.rows])
+                self._send(self._last, batch.rows)
             return batch.rows
         if self._worker == self._last:
-            return self._receive(self._first, 1 + micro_batches)[1:]
+            return self._receive(self._first, micro_batches)
         return [NO_ROWS] * micro_batches
 
     def _send(self, worker: int, numbers: Sequence[int]) -> None:
         data = torch.tensor(numbers)
-        self._sends.append((data, worker, self._transfer(worker, lambda: self._group.send([data], worker, 0))))
+        with transferring(self._ranks[worker]):
+            self._sends.append((data, worker, self._group.send([data], worker, 0)))
 
     def _receive(self, worker: int, count: int) -> list[int]:
-        """So many numbers, of which the first is the number of the call."""
         data = torch.empty(count, dtype=torch.int64)
-        self._transfer(worker, lambda: self._group.recv([data], worker, 0).wait())
+        with transferring(self._ranks[worker]):
+            self._group.recv([data], worker, 0).wait()
         numbers: list[int] = data.tolist()
-        if numbers[0] != self._number:
-            raise ValueError(
-                f"this is call {self._number} of the pipe here and call {numbers[0]} on rank {self._ranks[worker]}: "
-                "call it equally often everywhere"
-            )
         return numbers
 
-    def _transfer(self, worker: int, transfer: Callable[[], Any]) -> Any:
-        try:
-            return transfer()
-        except RuntimeError as error:
-            raise LostConnectionError(self._ranks[worker]) from error
+    def _receive_record(self, worker: int) -> RankCall:
+        record = RankCall.of_message(self._receive(worker, _BYTES // 8))
+        if record.number != self._number:
+            raise ValueError(
+                f"this is call {self._number} of the pipe here and call {record.number} on rank {self._ranks[worker]}: "
+                "call it equally often everywhere"
+            )
+        return record

@@ -26,38 +26,30 @@ def attempt_prefix(store: Store, rank: int, ranks: int, timeout: float = 300.0) 
     """
     mine = secrets.token_hex(8)
     store.set(f"pipework/token/{rank}", mine)
+    missing: list[int] = []
     deadline = time.monotonic() + timeout
-    if rank == 0:
-        missing = list(range(1, ranks))
-        listed: list[str] = []
-        while missing:
+    while time.monotonic() < deadline:
+        if rank == 0:
             tokens = [mine, *(_value(store, f"pipework/token/{other}") for other in range(1, ranks))]
-            if listed != tokens:
-                listed = tokens
-                store.set("pipework/tokens", " ".join(listed))
+            store.set("pipework/tokens", " ".join(tokens))
             missing = [n for n, one in enumerate(tokens) if n and not store.check([f"pipework/{mine}/joined/{one}"])]
-            _wait(deadline, timeout, missing)
-        store.set(f"pipework/{mine}/complete", "1")
-        return f"pipework/{mine}"
-    while True:
-        tokens = _value(store, "pipework/tokens").split(" ")
+            if not missing:
+                store.set(f"pipework/{mine}/complete", "1")
+        else:
+            tokens = _value(store, "pipework/tokens").split(" ")
+        prefix = f"pipework/{tokens[0]}"
         if len(tokens) == ranks and tokens[rank] == mine:
-            store.set(f"pipework/{tokens[0]}/joined/{mine}", "1")
-            if store.check([f"pipework/{tokens[0]}/complete"]):
-                return f"pipework/{tokens[0]}"
-        _wait(deadline, timeout, [])
+            store.set(f"{prefix}/joined/{mine}", "1")
+            if store.check([f"{prefix}/complete"]):
+                return prefix
+        time.sleep(_PAUSE)
+    others = f"ranks {', '.join(map(str, missing))}" if missing else "other ranks"
+    raise TimeoutError(
+        f"{others} have not joined within {timeout:.0f} s: check that their processes were started and are still "
+        "alive, and that MASTER_ADDR and MASTER_PORT are the same for all"
+    )
 
 
 def _value(store: Store, key: str) -> str:
     """The value of a key, or "-" while it has none."""
     return store.get(key).decode(errors="replace") if store.check([key]) else "-"
-
-
-def _wait(deadline: float, timeout: float, missing: list[int]) -> None:
-    if time.monotonic() > deadline:
-        ranks = f"ranks {', '.join(map(str, missing))}" if missing else "other ranks"
-        raise TimeoutError(
-            f"{ranks} have not joined within {timeout:.0f} s: check that their processes were started and are still "
-            "alive, and that MASTER_ADDR and MASTER_PORT are the same for all"
-        )
-    time.sleep(_PAUSE)

@@ -157,9 +157,9 @@ class PlainModel:
     def _add_tied(self, gradients: dict[int, Tensor | None]) -> None:
         """Adds the gradients that other processes have of parameters that several use."""
         backend: Any = self._pipe._backend
-        tied, everyone = backend.group.connections.tied._tied, self._pipe.ranks.everyone
+        tied, everyone = backend.connections.tied._tied, self._pipe.ranks.everyone
         texts = self._pipe.ranks.all_gather_text(_packed({n: gradients.get(id(each.parameter)) for n, each in tied}))
-        found = [_unpacked(texts[everyone.index(rank)]) for rank in backend.group.ranks]
+        found = [_unpacked(texts[everyone.index(rank)]) for rank in backend.pipe_ranks]
         for n, each in tied:
             parts = [own[n].to(each.parameter.device) for own in found if own.get(n) is not None]
             gradients[id(each.parameter)] = functools.reduce(torch.add, parts) if parts else None

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
+from pipework.distributed.health.failure_detector import DetectionTimes
 from pipework.distributed.health.monitor import HealthMonitor
 from tests.programs import Running
 
 MEMBER = Path(__file__).with_name("member.py")
-TIMES = {"beat": 0.1, "detect": 2.0, "poll": 0.05}
+TIMES: dict[str, Any] = {"beat": 0.1, "detect": 2.0, "poll": 0.05}
 HARD = 40.0  # seconds after which something is not slow but broken
 
 
@@ -69,9 +70,8 @@ def watched(store: TCPStore) -> Iterator[Callable[..., HealthMonitor]]:
     monitors: list[HealthMonitor] = []
 
     def start(rank: int = 0, ranks: int = 2, *, through: Any = store, **times: Any) -> HealthMonitor:
-        monitor = HealthMonitor(
-            PrefixStore("test", through), rank, ranks, names="rank {0} (stage {0})".format, **{**TIMES, **times}
-        )
+        names = [f"rank {each} (stage {each})" for each in range(ranks)]
+        monitor = HealthMonitor(PrefixStore("test", through), rank, names, DetectionTimes(**{**TIMES, **times}))
         monitor.start()
         monitors.append(monitor)
         return monitor

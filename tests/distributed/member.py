@@ -10,6 +10,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore
 
 from pipework.distributed.health.errors import exit_code
+from pipework.distributed.health.failure_detector import DetectionTimes
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.schedule import Action
 from tests.injection import Fault
@@ -26,10 +27,15 @@ def main() -> None:
     rank, ranks = settings["rank"], settings["ranks"]
     fault = Fault.parse(settings["fault"]) if settings.get("fault") else None
     server = TCPStore("127.0.0.1", settings["port"], None, False, timedelta(seconds=60), wait_for_workers=False)
-    monitor = HealthMonitor(
-        PrefixStore("test", server), rank, ranks, names="rank {0} (stage {0})".format, **settings["times"]
-    )
-    monitor.on_failure(lambda failure: say("told", kind=failure.kind, rank=failure.rank, text=failure.text))
+    names = [f"rank {each} (stage {each})" for each in range(ranks)]
+    monitor = HealthMonitor(PrefixStore("test", server), rank, names, DetectionTimes(**settings["times"]))
+
+    def tell() -> None:
+        failure = monitor.failure
+        assert failure is not None
+        say("told", kind=failure.kind, rank=failure.rank, text=failure.text)
+
+    monitor.on_failure(tell)
     monitor.start()
     atexit.register(monitor.close)
     say("started")

@@ -10,7 +10,7 @@ import pytest
 
 import pipework
 from pipework.distributed.health import process_exit
-from pipework.distributed.health.monitor import HealthMonitor
+from pipework.distributed.health.failure_detector import DetectionTimes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
@@ -53,8 +53,8 @@ def test_what_is_taken_if_nothing_is_said(name: str, shown: str) -> None:
 
 
 def test_other_times() -> None:
-    defaults = inspect.signature(HealthMonitor).parameters
-    assert (defaults["beat"].default, defaults["poll"].default) == (0.5, 0.1)
+    defaults = DetectionTimes()
+    assert (defaults.beat, defaults.poll) == (0.5, 0.1)
     assert "heartbeat every half second, and report a failure within a tenth of a second" in PAGE
     assert process_exit.GRACE == 5.0
     assert inspect.signature(pipework.init).parameters["grace"].default == 5.0

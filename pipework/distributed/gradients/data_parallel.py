@@ -8,6 +8,16 @@ Gradients are divided by the number of replicas and then added up in their own d
 with bfloat16 or float16, every addition rounds to that. Values of parameters and buffers travel as bytes, so that
 every dtype arrives bit by bit.
 
+Which gradients are averaged over which replicas:
+
+    most parameters                              over all replicas
+    local over some dimensions, or a DTensor     over the replicas that have the same; see `SharedTensors`
+    a parameter that only this rank has          divided by the number of replicas
+    what FSDP shards                             reduced by FSDP, see `FullySharded`
+
+The loss is the mean of the replicas' losses. A parameter that one rank alone has was used by the rows of all replicas,
+so its gradient is already the sum, and is divided. Of one that several ranks have, each has the gradient of some rows.
+
 Buckets of replicas that train different parameters have different contents: gloo would end the process, or add
 gradients of different parameters. So each step begins with a comparison, which ends long before the first bucket.
 """
@@ -15,110 +25,41 @@ gradients of different parameters. So each step begins with a comparison, which 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch.distributed import DistError, ReduceOp
+from torch.distributed import DistError
 
 from pipework import torch_private
-from pipework.distributed.transport.groups import LostConnectionError, break_group
+from pipework.distributed.transport.groups import (
+    LostConnectionError,
+    all_gather,
+    begin_gather,
+    break_group,
+    transferring,
+)
 from pipework.values.dtensor import is_dtensor, local_part, with_local_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
+    from pipework.autograd.aliases import Aliases
+    from pipework.autograd.fully_sharded import FullySharded
+    from pipework.distributed.shared_tensors import SharedTensors
     from pipework.distributed.transport.groups import Group
+    from pipework.runtime.run_spec import RunSpec
 
 BUCKET = 25 * 1024 * 1024  # bytes
-_COMPARES = 1  # the first number that a training step exchanges; 0 for other calls
-_COUNTS = 4  # and for a comparison of numbers
+_ASKS, _COMPARES, _COUNTS = range(3)  # the first number of an exchange: of `any_of`, `compare` and `extremes_of`
 _DEVICES_OF_GLOO = ("cpu", "cuda")
-_LATEST = (1 << 48) - 1  # the marks that are compared: a sum of many replicas has 64 bits
 _SUMMED: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})  # by gloo and by NCCL
 _SHOWN: Final = 5  # names in a message
 _OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}  # bytes
-
-
-class TrainedParameters:
-    """The parameters that one replica trains: the sum of fingerprints over replicas shows whether all train the same.
-
-    A layer may be frozen or unfrozen between any two steps, and only the ranks that average its gradients must know. So
-    this is no part of the comparison of all ranks at the start, but is compared in each step.
-
-    Args:
-        named: the parameters at the beginning, and perhaps other tensors, the same names on all replicas.
-
-    Raises:
-        TypeError: the gradient of a parameter could not be averaged.
-
-    Example:
-        >>> weight, bias = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-        >>> replica = TrainedParameters([("weight", weight), ("bias", bias)])
-        >>> here, there = replica.fingerprint([weight, bias]), replica.fingerprint([weight])
-        >>> replica.refuse_differences(here, here + here, 2)
-        >>> replica.refuse_differences(here, here + there, 2)
-        Traceback (most recent call last):
-        ValueError: the replicas train different parameters: bias is trained by some of them only. Freeze, unfreeze,
-        convert and replace parameters on all replicas
-    """
-
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        named = list(named)
-        for name, tensor in named:
-            if tensor.requires_grad:
-                _refuse_to_sum(name, tensor)
-        # No weak references: with one, PyTorch cannot give memory to a parameter on the meta device.
-        self._known = named
-        self._forms: list[Any] | None = None  # of the parameters of the last step
-        self._fingerprint = torch.empty(0)
-
-    def fingerprint(self, parameters: Sequence[Tensor]) -> Tensor:
-        """The parameters that a step trains: 0 or 1 for each tensor known by name, and a digest of the forms of all.
-
-        Args:
-            parameters: that get a gradient, in the order in which these are averaged.
-
-        Raises:
-            TypeError: a gradient cannot be averaged.
-        """
-        forms = [(id(each), each.dtype, each.shape) for each in parameters]
-        if forms != self._forms:
-            self._fingerprint, self._forms = self._compute(parameters), forms
-        return self._fingerprint
-
-    def refuse_differences(self, mine: Tensor, total: Tensor, replicas: int) -> None:
-        """Raises an error if the replicas train different parameters.
-
-        Args:
-            mine: the fingerprint of this replica.
-            total: the sum of all fingerprints.
-            replicas: their number.
-
-        Raises:
-            ValueError: that is so; it is raised on at least one of them.
-        """
-        if torch.equal(total, mine * replicas):
-            return
-        pairs = zip(self._known, total.tolist()[:-1], strict=True)
-        names = [name for (name, _), count in pairs if 0 < count < replicas]
-        which = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-        what = f"{which} {'is' if len(names) == 1 else 'are'} trained by some of them only"
-        raise ValueError(
-            f"the replicas train different parameters: {what if names else 'their shapes, dtypes or order differ'}. "
-            "Freeze, unfreeze, convert and replace parameters on all replicas"
-        )
-
-    def _compute(self, parameters: Sequence[Tensor]) -> Tensor:
-        names = {id(tensor): name for name, tensor in self._known}
-        for parameter in parameters:
-            _refuse_to_sum(names.get(id(parameter), "that was replaced"), parameter)
-        trained = {names.get(id(parameter)) for parameter in parameters}
-        forms = str([(names.get(id(each)), each.dtype, tuple(each.shape)) for each in parameters])
-        digest = int.from_bytes(hashlib.sha256(forms.encode()).digest()[:6])  # small: a sum of many has 64 bits
-        return torch.tensor([*(name in trained for name, _ in self._known), digest], dtype=torch.int64)
 
 
 def _refuse_to_sum(name: str, parameter: Tensor) -> None:
@@ -133,9 +74,9 @@ class _Reduction(NamedTuple):
     """Gradients that are being averaged.
 
     Attributes:
-        works: end when that is done.
-        leaves: the tensors with these gradients.
-        present: in the end, on how many replicas each has one.
+        works: of PyTorch; each ends when a bucket is averaged.
+        leaves: the tensors that have the gradients.
+        present: of each leaf, on how many replicas it has a gradient; known when all works have ended.
     """
 
     works: list[Any]
@@ -143,24 +84,8 @@ class _Reduction(NamedTuple):
     present: Tensor
 
 
-class _Comparison(NamedTuple):
-    """A comparison of the trained parameters that is under way.
-
-    Attributes:
-        work: ends when the sum over all replicas is computed.
-        mine: the fingerprint of this replica.
-        total: in the end, how many replicas are in a training step, and the sums of their digests and of their marks.
-        delivered: the marks of this replica.
-    """
-
-    work: Any
-    mine: Tensor
-    total: Tensor
-    delivered: int
-
-
 class _ThroughHost(NamedTuple):
-    """A collective of a copy on the CPU, for tensors on a device that gloo does not know."""
+    """A collective on the CPU, for a tensor on a device that gloo does not know: a copy of the tensor takes part."""
 
     work: Any
     on_host: Tensor
@@ -176,32 +101,27 @@ class DataParallel:
     """Averages gradients over the ranks that hold the same stages as this one.
 
     Args:
-        group: of these ranks.
-        ranks: their numbers in the job; an attribute, too.
-        device_group: of the same ranks, for tensors on accelerators; None: the first group takes these, too.
-        divisor: of the gradients: how many replicas there are, of which these may be some. None: as many as ranks.
+        group: of these ranks, for tensors on the CPU; an attribute, too.
+        ranks: their numbers in the job; likewise.
+        device_group: of the same ranks, for tensors on accelerators; None: `group` takes these, too.
+        divisor: gradients are divided by it. It is the number of all replicas, and these ranks may be some of them.
+            None: the number of these ranks.
     """
 
     def __init__(
         self, group: Group, ranks: Sequence[int], device_group: Group | None = None, divisor: int | None = None
     ) -> None:
-        self._group: Any = group
+        self.group: Any = group
         self._device_group: Any = device_group
         self.ranks = tuple(ranks)
         self._divisor = divisor or len(ranks)
         self._lock = threading.Lock()
         self._aborted = False
         self._reductions: list[_Reduction] = []
-        self._comparison: _Comparison | None = None
-        self._trained = TrainedParameters(())
-
-    def extremes(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """The lowest and the highest that any replica has of each of some integers; all replicas call this."""
-        lowest, highest = numbers.clone(), numbers.clone()
-        if len(numbers):
-            self._wait(self._start("allreduce", lowest, ReduceOp.MIN))
-            self._wait(self._start("allreduce", highest, ReduceOp.MAX))
-        return lowest, highest
+        self._comparison: tuple[Callable[[], Tensor], str] | None = None  # under way, and what this replica trains
+        # No weak references: with one, PyTorch cannot give memory to a parameter on the meta device.
+        self._known: list[tuple[str, Tensor]] = []
+        self._trained: tuple[list[Any], str] = [], "[]"  # the forms of the parameters of the last step
 
     def share_values(
         self, tensors: Iterable[tuple[str, Tensor]], trainable: Iterable[tuple[str, Tensor]] | None = None
@@ -217,7 +137,10 @@ class DataParallel:
             LostConnectionError: a replica is gone.
         """
         named = list(tensors)
-        self._trained = TrainedParameters(named if trainable is None else trainable)
+        self._known = named if trainable is None else list(trainable)
+        for name, tensor in self._known:
+            if tensor.requires_grad:
+                _refuse_to_sum(name, tensor)
         for name, tensor in named:
             if tensor.is_meta:
                 continue  # on all replicas: a state dict will fill it
@@ -227,7 +150,7 @@ class DataParallel:
                 self._wait(self._start("broadcast", data, 0))
                 write_bytes(data, part)
 
-    def compare(self, parameters: Sequence[Tensor], delivered: int = 0) -> None:
+    def compare(self, parameters: Sequence[Tensor], delivered: str = "") -> None:
         """At the beginning of a step: begins to compare the trained parameters. Any replica may have frozen a layer.
 
         Args:
@@ -237,13 +160,22 @@ class DataParallel:
         Raises:
             TypeError: a gradient cannot be summed.
         """
-        mine = self._trained.fingerprint(parameters)
-        latest = delivered & _LATEST
-        total = torch.tensor([_COMPARES, int(mine[-1]), latest])
-        comparison = _Comparison(self._start("allreduce", total), mine, total, latest)
+        trained = self._describe(parameters)
+        comparison = self._begin_exchange(_COMPARES, _number_of(trained), _number_of(delivered)), trained
         with self._lock:
             if not self._aborted:
                 self._comparison = comparison
+
+    def _describe(self, parameters: Sequence[Tensor]) -> str:
+        """The names, dtypes and shapes of parameters that get a gradient, as JSON."""
+        forms = [(id(each), each.dtype, each.shape) for each in parameters]
+        if forms != self._trained[0]:
+            names = {id(tensor): name for name, tensor in self._known}
+            for each in parameters:
+                _refuse_to_sum(names.get(id(each), "that was replaced"), each)
+            text = json.dumps([(names.get(id(each)), str(each.dtype), each.shape) for each in parameters])
+            self._trained = forms, text
+        return self._trained[1]
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
         """Begins to average gradients, which must not be used before `finish`.
@@ -316,32 +248,17 @@ class DataParallel:
             Waits for the answer.
         """
         self._end_comparison()
-        total = torch.tensor(list(flags), dtype=torch.int32)
-        work = self._start("allreduce", total) if flags else None
-
-        def finish() -> list[bool]:
-            if work is not None:
-                self._wait(work)
-            return [bool(count) for count in total.tolist()]
-
-        return finish
+        wait = begin_gather(self.group, [int(flag) for flag in flags])
+        return lambda: wait().any(0).tolist()
 
     def extremes_of(self, number: int) -> tuple[int, int]:
-        """The lowest and the highest that any replica has of a positive number, in the middle of a call of all."""
-        total = torch.tensor([_COUNTS, number, number**2])
-        self._wait(self._start("allreduce", total))
-        self._refuse_another_call(total, _COUNTS)
-        if total[2] * len(self.ranks) == total[1] ** 2:  # only if all are equal
-            return number, number
-        lowest, highest = self.extremes(torch.tensor([number]))
-        return int(lowest), int(highest)
+        """The lowest and the highest number of all replicas, which all call this in the middle of a call."""
+        numbers = self._begin_exchange(_COUNTS, number)()[:, 1]
+        return int(numbers.min()), int(numbers.max())
 
     def any_of(self, flag: bool) -> bool:
         """Whether the flag is set on any replica."""
-        total = torch.tensor([0, 0, int(flag)])
-        self._wait(self._start("allreduce", total))
-        self._refuse_another_call(total, 0)
-        return bool(total[2])
+        return bool(self._begin_exchange(_ASKS, flag)()[:, 1].any())
 
     def abort(self) -> None:
         """Ends all transfers for good, and drops their tensors; from any thread."""
@@ -349,34 +266,58 @@ class DataParallel:
             self._aborted = True
             self._reductions.clear()
             self._comparison = None
-        break_group(self._group)
+        break_group(self.group)
 
     def _end_comparison(self) -> None:
         with self._lock:
             comparison, self._comparison = self._comparison, None
         if comparison is None:
             return
-        self._wait(comparison.work)
-        self._refuse_another_call(comparison.total, _COMPARES)
-        if comparison.total[1] != comparison.mine[-1] * len(self.ranks):  # all replicas see this, and exchange more
-            total = comparison.mine.clone()
-            self._wait(self._start("allreduce", total))
-            self._trained.refuse_differences(comparison.mine, total, len(self.ranks))
-        if comparison.total[2] != comparison.delivered * len(self.ranks):
+        wait, mine = comparison
+        rows = wait()
+        if (rows[:, 1] != rows[0, 1]).any():  # all replicas see this, and exchange more
+            self._refuse_differences(all_gather(self.group, mine.encode()))
+        if (rows[:, 2] != rows[0, 2]).any():
             raise ValueError(
                 "loss.backward() was called on some replicas of the pipe and not on others, after one of the last "
                 "calls: their weights are not the same any more. Call it on all ranks"
             )
 
-    def _refuse_another_call(self, total: Tensor, mine: int) -> None:
-        """Every call first sums a tensor of one form, since gloo ends a process that receives more than it expects."""
-        if total[0] != mine * len(self.ranks):
-            raise LostConnectionError(None)  # the monitor knows in which call each rank is
+    def _refuse_differences(self, texts: Sequence[bytes]) -> None:
+        """Raises a ValueError: the replicas train different parameters, as `_describe` tells."""
+        trained = [{name for name, _, _ in json.loads(text)} for text in texts]
+        some = set().union(*trained).difference(set.intersection(*trained))
+        names = [name for name, _ in self._known if name in some]
+        which = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        what = f"{which} {'is' if len(names) == 1 else 'are'} trained by some of them only"
+        raise ValueError(
+            f"the replicas train different parameters: {what if names else 'their shapes, dtypes or order differ'}. "
+            "Freeze, unfreeze, convert and replace parameters on all replicas"
+        )
+
+    def _begin_exchange(self, kind: int, first: int, second: int = 0) -> Callable[[], Tensor]:
+        """Begins to exchange numbers.
+
+        Every call begins with such an exchange, always of as many numbers: gloo ends a process that receives more than
+        it expects. So replicas that make different calls see it here, and the monitor knows in which call each is.
+
+        Returns:
+            Waits, and returns a row of numbers for each replica.
+        """
+        wait = begin_gather(self.group, (kind, first, second))
+
+        def finish() -> Tensor:
+            rows = wait()
+            if (rows[:, 0] != kind).any():
+                raise LostConnectionError(None)
+            return rows
+
+        return finish
 
     def _start(self, collective: str, tensor: Tensor, *options: Any) -> Any:
         """Starts a collective of all replicas. An error about the tensor itself is no lost connection."""
         on_host = tensor if tensor.device.type in _DEVICES_OF_GLOO else tensor.cpu()
-        group = self._group
+        group = self.group
         if self._device_group is not None and not tensor.is_cpu:
             group, on_host = self._device_group, tensor
         try:
@@ -387,13 +328,138 @@ class DataParallel:
 
     def _wait(self, work: Any) -> None:
         try:
-            work.wait()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise LostConnectionError(None) from error
+            with transferring():
+                work.wait()
         finally:
             del work  # it keeps the tensor
+
+
+class Averaging:
+    """Averages the gradients of one rank, each over the replicas that share its parameter.
+
+    Args:
+        every: the groups of replicas over which gradients are averaged; the first has all. Empty: there is one replica.
+        tensors: of this rank.
+        waits: gives a context, in which this rank waits for others.
+        gathers_in_order: whether FSDP gathers weights in an order that depends on the number of micro-batches.
+    """
+
+    def __init__(
+        self,
+        every: Sequence[DataParallel],
+        tensors: SharedTensors,
+        waits: Callable[[], AbstractContextManager[object]],
+        *,
+        gathers_in_order: bool,
+    ) -> None:
+        self._every = every
+        self._tensors = tensors
+        self._waits = waits
+        self._gathers_in_order = gathers_in_order
+
+    def compare(self, spec: RunSpec, delivered: str) -> None:
+        """At the beginning of a step: begins to compare what the replicas train.
+
+        Args:
+            spec: of the step.
+            delivered: see `DeliveredLosses.marks`.
+        """
+        trained = [each for run in spec.runs.values() for each in run.aliases.parameters]
+        for replicas in self._every:
+            compared = [each for each in trained if self._tensors.is_compared(each, replicas.ranks)]
+            replicas.compare(compared, delivered)
+
+    def needs_equal_counts(self, spec: RunSpec) -> bool:
+        """Whether all replicas must have as many micro-batches: they may call collectives for each."""
+        runs = spec.runs.values()
+        if not self._every:
+            return False
+        if self._gathers_in_order and any(run.sharded is not None for run in runs):
+            return True
+        exchange = self._tensors.any_are_local or any(self._in_parts(run.aliases) for run in runs)
+        return spec.differentiates and exchange
+
+    def refuse_other_counts(self, micro_batches: int) -> None:
+        """Raises a ValueError on all replicas if they have other numbers of micro-batches."""
+        with self._waits():
+            lowest, highest = self._every[0].extremes_of(micro_batches)
+        if lowest != highest:
+            raise ValueError(
+                f"the replicas have {lowest} to {highest} micro-batches, and whole_stages, or layers with "
+                "local_parameters or with DTensors over the replicas, need as many on each: give all mini-batches of "
+                "one size, such as by pipe.sampler(dataset, drop_last=True)"
+            )
+
+    def begin(self, spec: RunSpec, stage: int) -> None:
+        """Begins to average the gradients of a stage, which are complete."""
+        every, aliases = self._every, spec.runs[stage].aliases
+        if aliases.sharded is not None:
+            self._begin_sharded(spec, aliases, aliases.sharded)
+        if not every:
+            return
+        self._complete_parts(aliases)
+        shared: dict[tuple[int, ...], list[Tensor]] = {each.ranks: [] for each in every}
+        for parameter, leaf in _not_of_fsdp(aliases):
+            if ranks := self._tensors.averaged_over(parameter):
+                shared[ranks].append(leaf)
+            elif leaf.grad is not None:
+                leaf.grad.div_(len(every[0].ranks))
+        with self._waits():  # at first until all replicas have said what they train in this step
+            for replicas in every:
+                replicas.begin(shared[replicas.ranks])
+
+    def finish(self, spec: RunSpec) -> None:
+        """After the last action: waits for all averages."""
+        _finish_sharded(spec)
+        if spec.differentiates:
+            for replicas in self._every:
+                replicas.finish()
+
+    def _complete_parts(self, aliases: Aliases) -> None:
+        """Gives zeros to a part of a DTensor that no row has used here, if other replicas have gradients of theirs.
+
+        Either all parts of a DTensor have a gradient or none, because their ranks take the norm together.
+        """
+        leaves = self._in_parts(aliases)
+        if leaves:
+            with self._waits():
+                present = self._every[0].begin_any_of_each([leaf.grad is not None for leaf in leaves])()
+            for leaf, wanted in zip(leaves, present, strict=True):
+                if wanted and leaf.grad is None:
+                    leaf.grad = torch.zeros_like(leaf)
+
+    def _in_parts(self, aliases: Aliases) -> list[Tensor]:
+        """The leaves of DTensors of which replicas have different parts. FSDP takes care of its own."""
+        if aliases.dtensor is None:  # as in most models
+            return []
+        return [leaf for parameter, leaf in _not_of_fsdp(aliases) if self._tensors.in_parts(parameter)]
+
+    def _begin_sharded(self, spec: RunSpec, aliases: Aliases, sharded: FullySharded) -> None:
+        present = sharded.present(aliases.parameters, aliases.leaves)
+        with self._waits():
+            _finish_sharded(spec)  # those of an earlier stage, so that only one stage holds buffers
+            wanted = self._every[0].begin_any_of_each(present) if self._every else lambda: present
+            sharded.begin_reduce(aliases.parameters, aliases.leaves, wanted)
+
+
+def _not_of_fsdp(aliases: Aliases) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter that FSDP does not shard, with its leaf."""
+    for parameter, leaf in zip(aliases.parameters, aliases.leaves, strict=True):
+        if aliases.sharded is None or not aliases.sharded.has(parameter):
+            yield parameter, leaf
+
+
+def _finish_sharded(spec: RunSpec) -> None:
+    """Waits for the gradients of shards that are being reduced."""
+    for run in spec.runs.values():
+        gradients = None if run.sharded is None else run.sharded.finish_reduce()
+        if gradients is not None:
+            run.aliases.set_reduced(gradients)
+
+
+def _number_of(text: str) -> int:
+    """A number that stands for a text when replicas compare it."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def _buckets(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -412,13 +478,10 @@ def _buckets(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _placed_as(gradient: Tensor, leaf: Tensor) -> Tensor:
-    """A gradient in the placement of its leaf: autograd may leave that of a replicated DTensor in partial sums."""
+    """A gradient in the placement of its leaf. Of a replicated DTensor, autograd may leave partial sums."""
     if is_dtensor(gradient) and is_dtensor(leaf) and gradient.placements != leaf.placements:
         return gradient.redistribute(placements=leaf.placements)
     return gradient
-
-
-# ---- the bytes of a tensor of any dtype: integers of the same size, which every operator copies exactly --------------
 
 
 def as_bytes(name: str, tensor: Tensor) -> Tensor:
@@ -461,20 +524,15 @@ def write_bytes(data: Tensor, tensor: Tensor) -> None:
     """
     if data.data_ptr() == tensor.data_ptr() and tensor.is_contiguous():
         return
-    with torch.no_grad():
-        if tensor.is_conj() or tensor.is_neg():
-            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
-            return
-        to = _integers(tensor)
-        source = data.view(to.dtype).view(to.shape)
-        for dimension, stride in enumerate(to.stride()):
-            if stride == 0:  # expanded: all elements along it share memory
-                to, source = to.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
-        to.copy_(source)
+    to, source = tensor.detach(), data.view(tensor.dtype).view(tensor.shape)
+    if not (tensor.is_conj() or tensor.is_neg()):
+        to, source = _integers(tensor), _integers(source)
+    for dimension, stride in enumerate(to.stride()):
+        if stride == 0:  # expanded: all elements along it share memory
+            to, source = to.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
+    to.copy_(source)
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    plain = tensor.detach()
-    if type(plain) is not torch.Tensor:
-        plain = plain.as_subclass(torch.Tensor)
-    return plain.view(_OF_SIZE[plain.itemsize])
+    """A tensor of any dtype as integers of the same size, which every operator copies exactly."""
+    return tensor.detach().as_subclass(torch.Tensor).view(_OF_SIZE[tensor.itemsize])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework import torch_private
-from pipework.distributed.transport.groups import LostConnectionError
+from pipework.distributed.transport.groups import gather_numbers
 from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class FoundInf:
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self._group: Any = group
+        self._group = group
         self._device = device
         self._optimizers: dict[bool, torch.optim.Optimizer] = {}
 
@@ -50,13 +50,8 @@ class FoundInf:
         present = [local_part(gradient) for gradient in gradients if gradient is not None]
         # A sparse gradient adds up its values of the same index first.
         summed = (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in present)
-        count = torch.tensor([sum(not values.isfinite().all() for values in summed)])
-        work = self._group.allreduce(count)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise LostConnectionError(None) from error
-        happened = bool(count.item())
+        here = any(not values.isfinite().all() for values in summed)
+        happened = bool(gather_numbers(self._group, [here]).any())
         in_place = (torch_private.sparse_values(each) if each.is_sparse else each for each in present)
         numbers = next((values for values in in_place if values.numel()), None)
         if numbers is None:

@@ -43,25 +43,22 @@ def norms_of_stages(
         TypeError: a gradient is sparse.
     """
     seen = set(elsewhere)
-    places: list[int] = []
-    gradients: list[Tensor] = []
-    counted: list[bool] = []
+    found: list[tuple[int, Tensor, Tensor]] = []  # a stage, one of its parameters, and its gradient
     for stage, parameters in stages.items():
         for parameter in parameters:
             if parameter.grad is not None and id(parameter) not in seen:
-                places.append(stage)
-                gradients.append(parameter.grad.detach())
-                counted.append(counts is None or counts(parameter))
+                found.append((stage, parameter, parameter.grad.detach()))
             seen.add(id(parameter))
-    for stage, gradient in zip(places, gradients, strict=True):
+    for stage, _, gradient in found:
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"a gradient of shape {tuple(gradient.shape)} in stage {stage} has the layout {gradient.layout}, "
                 "of which processes compute no norm: make the layer without sparse=True, or clip the others' gradients"
             )
     norms: Norms = {str(stage): [] for stage in stages}
-    for stage, norm, here in zip(places, _norms(gradients, float(norm_type)), counted, strict=True):
-        if here:
+    computed = _norms([gradient for _, _, gradient in found], float(norm_type))
+    for (stage, parameter, _), norm in zip(found, computed, strict=True):
+        if counts is None or counts(parameter):
             norms[str(stage)].append(norm)
     return norms
 
@@ -92,23 +89,20 @@ def norm_of_all(processes: Sequence[Norms], norm_type: float) -> Tensor:
 
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[tuple[str, float]]:
     """The dtype and the norm of each gradient, by PyTorch's own operators, with one wait for each device."""
-    devices: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
+    norms: dict[int, Tensor] = {}
     plain = [place for place, gradient in enumerate(gradients) if not is_dtensor(gradient)]
-    for device, dtype, numbers in torch_private.grouped([gradients[place] for place in plain]):
+    for _, _, numbers in torch_private.grouped([gradients[place] for place in plain]):
         places = [plain[number] for number in numbers]
-        norms = torch_private.norms([gradients[place] for place in places], norm_type)
-        name = str(dtype).removeprefix("torch.")
-        devices.setdefault(device, []).extend([(place, name, norm) for place, norm in zip(places, norms, strict=True)])
+        norms.update(zip(places, torch_private.norms([gradients[place] for place in places], norm_type), strict=True))
     for place, gradient in enumerate(gradients):
         if is_dtensor(gradient):  # all ranks that hold a part of it are here, in the same order
-            norm = _of_all_parts(torch.linalg.vector_norm(gradient, norm_type))
-            devices.setdefault(norm.device, []).append((place, str(gradient.dtype).removeprefix("torch."), norm))
-    found: dict[int, tuple[str, float]] = {}
-    for rows in devices.values():
-        values = torch.stack([norm for _, _, norm in rows]).tolist()  # in the widest dtype, which represents all others
-        for (place, name, _), value in zip(rows, values, strict=True):
-            found[place] = (name, value)
-    return [found[place] for place in range(len(gradients))]
+            norms[place] = _of_all_parts(torch.linalg.vector_norm(gradient, norm_type))
+    values: dict[int, float] = {}
+    for device in {norm.device for norm in norms.values()}:
+        here = [place for place, norm in norms.items() if norm.device == device]
+        # In the widest dtype, which represents all others.
+        values.update(zip(here, torch.stack([norms[place] for place in here]).tolist(), strict=True))
+    return [(str(each.dtype).removeprefix("torch."), values[place]) for place, each in enumerate(gradients)]
 
 
 def _of_all_parts(norm: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from pipework.model.state_names import state_name
 from pipework.spot_checks import is_checked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -89,7 +89,7 @@ class TiedParameters:
 
     @property
     def counted_elsewhere(self) -> set[int]:
-        """The ids of those that another rank counts: each parameter is counted once, by the rank of its first stage."""
+        """The ids of tied parameters that another rank counts: the rank of the first stage counts a parameter."""
         return {id(each.parameter) for _, each in self._tied if self._placement[each.stages[0]] != self._worker}
 
     def share_values(self) -> None:
@@ -110,80 +110,67 @@ class TiedParameters:
             channel.flush()  # this process may end as soon as the pipe is made
 
     def add_up(self, runs: Mapping[int, StageRun]) -> None:
-        """Gives every copy the sum of the gradients of all stages; on each rank, its last stage has it.
+        """Gives every copy the sum of the gradients of all stages; on each rank, the last of its stages has the sum.
 
         Raises:
             ValueError: a parameter is frozen, or was replaced, on some ranks only, or its copies have other values.
         """
+        compares = is_checked(self._steps)
         self._steps += 1
-        if is_checked(self._steps - 1):
-            self._compare_values()
-        aliases = {
-            (n, stage): _alias(runs[stage], each) for n, each in self._tied for stage in each.stages if stage in runs
-        }
+        leaves: dict[tuple[int, int], Tensor | None] = {}
         for n, each in self._tied:
-            for stage in each.stages:
-                if stage in runs:
-                    gradient, learns = next(((alias.grad, 1) for alias in aliases[n, stage]), (None, 0))
-                    for channel in self._others(each):
-                        channel.send(("tied", stage, n), (gradient,), learns)
+            sample = _sample(each.parameter) if compares else None
+            for stage in filter(runs.__contains__, each.stages):
+                leaf = leaves[n, stage] = _leaf(runs[stage], each)
+                for channel in self._others(each):
+                    gradient = None if leaf is None else leaf.grad
+                    channel.send(("tied", stage, n), (gradient, sample), int(leaf is not None))
+        drifted: list[tuple[Tied, int]] = []
         for n, each in self._tied:
-            parts: dict[int, Tensor | None] = {}
-            learning = set()
+            total: Tensor | None = None
+            parts: list[Tensor | None] = []
+            frozen = []
             for stage in each.stages:
+                learns: object
                 if stage in runs:
-                    parts[stage] = next((alias.grad for alias in aliases[n, stage]), None)
-                    trained: object = len(aliases[n, stage])
+                    leaf = leaves[n, stage]
+                    part, learns = None if leaf is None else leaf.grad, leaf is not None
                 else:
-                    (parts[stage],), trained = _received(self._channels[self._placement[stage]], ("tied", stage, n))
-                learning |= {stage} if trained else set()
-            if learning and len(learning) < len(each.stages):
-                frozen = sorted({*each.stages} - learning)
+                    worker = self._placement[stage]
+                    (part, theirs), learns = _received(self._channels[worker], ("tied", stage, n))
+                    if theirs is not None and not _are_close(_sample(each.parameter), theirs, each.parameter.dtype):
+                        drifted.append((each, worker))
+                parts.append(part)
+                frozen += [] if learns else [stage]
+            if 0 < len(frozen) < len(each.stages):
                 raise ValueError(
                     f"a parameter of shape {tuple(each.parameter.shape)} that stages {_listed(each.stages)} share "
-                    f"is trained in {_listed(sorted(learning))} and not in {_listed(frozen)}: each process has a copy "
-                    "of its own, so freeze, unfreeze or replace it on all of them"
+                    f"is trained in {_listed(sorted({*each.stages} - {*frozen}))} and not in {_listed(frozen)}: each "
+                    "process has a copy of its own, so freeze, unfreeze or replace it on all of them"
                 )
-            total: Tensor | None = None
-            for stage in reversed(each.stages):
-                part = parts[stage]
+            for part in reversed(parts):
                 total = part if total is None else total if part is None else total + part
-            for stage in reversed([stage for stage in each.stages if stage in runs]):
-                for alias in aliases[n, stage]:
-                    alias.grad, total = total, None
+            for stage in reversed(each.stages):
+                if (leaf := leaves.get((n, stage))) is not None:
+                    leaf.grad, total = total, None
+        for each, worker in drifted:  # all messages have been received
+            here, there = self._ranks[self._worker], self._ranks[worker]
+            raise ValueError(
+                f"the copies of the tied parameter {each.name!r} (stages {_listed(each.stages)}) have different values "
+                f"on rank {here} and rank {there}, although both get the same gradient: give it to the optimizer on "
+                "both, with the same learning rate and other settings"
+            )
 
-    def _compare_values(self) -> None:
-        """Raises a ValueError if a copy has other values than one of another rank."""
-        mine = {n: _sample(each.parameter) for n, each in self._tied}
-        for n, each in self._tied:
-            for channel in self._others(each):
-                channel.send(("copy", self._worker, n), (mine[n],), None)
-        for n, each in self._tied:
-            for channel, worker in zip(self._others(each), self._other_workers(each), strict=True):
-                (theirs,), _ = _received(channel, ("copy", worker, n))
-                assert theirs is not None
-                if not _are_close(mine[n], theirs, each.parameter.dtype):
-                    here, there = self._ranks[self._worker], self._ranks[worker]
-                    raise ValueError(
-                        f"the copies of the tied parameter {each.name!r} (stages {_listed(each.stages)}) have "
-                        f"different values on rank {here} and rank {there}, although both get the same gradient: give "
-                        "it to the optimizer on both, with the same learning rate and other settings"
-                    )
-
-    def _other_workers(self, tied: Tied) -> list[int]:
-        """The workers of the other ranks that have a copy."""
-        return sorted({self._placement[stage] for stage in tied.stages} - {self._worker})
-
-    def _others(self, tied: Tied) -> Iterator[Channel]:
+    def _others(self, tied: Tied) -> list[Channel]:
         """The channels to the other ranks that have a copy."""
-        for worker in self._other_workers(tied):
-            yield self._channels[worker]
+        workers = sorted({self._placement[stage] for stage in tied.stages} - {self._worker})
+        return [self._channels[worker] for worker in workers]
 
 
-def _alias(run: StageRun, tied: Tied) -> list[Tensor]:
-    """The tensor in which a stage accumulates the gradient of the parameter; none if the parameter is frozen."""
+def _leaf(run: StageRun, tied: Tied) -> Tensor | None:
+    """The tensor in which a stage accumulates the gradient of the parameter; None if the parameter is frozen."""
     pairs = zip(run.aliases.parameters, run.aliases.leaves, strict=True)
-    return [alias for parameter, alias in pairs if parameter is tied.parameter]
+    return next((leaf for parameter, leaf in pairs if parameter is tied.parameter), None)
 
 
 def _sample(parameter: Tensor) -> Tensor:

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from pipework.distributed.health.process_calls import ProcessPlace
-from pipework.distributed.health.status import NO_ACTION, PeerFailure, describe_action
+from pipework.distributed.health.status import NO_ACTION, NO_CALL, PeerFailure, describe_action
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import FrameType
 
-    from pipework.distributed.health.status import Beat, Call
+    from pipework.distributed.health.status import Beat, Call, PipeCall
 
 _STEP: Final = "training step"
 _SAME_DATA: Final = (
     "If one has run out of data before the other, give all ranks of a pipe the same batches: a DataLoader with "
     "sampler=pipe.sampler(dataset)"
 )
-_NOWHERE: Final = ProcessPlace()
 _COLLECTIVES: Final = (os.path.join("torch", "distributed", ""), os.path.join("pipework", "fsdp_private.py"))
 
 
 @dataclass(frozen=True)
 class DetectionTimes:
-    """How long each step of failure detection takes at most, in seconds; see the arguments of `HealthMonitor`."""
+    """Times of failure detection, in seconds.
 
-    beat: float
-    detect: float
-    poll: float
-    join: float
-    action_timeout: float | None
+    Attributes:
+        beat: between heartbeats.
+        detect: without a heartbeat, after which a rank is lost; without an answer, after which the store is.
+        poll: between two reads of what other ranks report.
+        join: until a rank's first heartbeat.
+        action_timeout: that a single action of a collective call may take; None: no limit. Waiting for another rank may
+            take twice as long.
+    """
+
+    beat: float = 0.5
+    detect: float = 10.0
+    poll: float = 0.1
+    join: float = 300.0
+    action_timeout: float | None = None
 
     @property
     def longest_gap(self) -> float:
@@ -103,9 +111,86 @@ class Progress:
         self.waiting = False
 
 
+class ProcessCalls:
+    """Counts the calls that a process makes of the pipes of one `DeviceMesh`.
+
+    So ranks that call two pipes in another order find out why they wait. And pipes whose layers call collectives of the
+    same groups are called one after the other.
+
+    All ranks make these pipes in the same order, so each can number them by itself. Threads have no common order: once
+    another thread than the main one has called a pipe, nothing is said of any call.
+
+    Attributes:
+        present: the call in which the process is.
+
+    Example:
+        >>> calls = ProcessCalls()
+        >>> calls.add(), calls.add()
+        (1, 2)
+        >>> calls.begin(2)
+        >>> calls.present, calls.waits_for((1, 1)), calls.waits_for((2, 1))
+        ((2, 1), True, False)
+        >>> calls.end()
+        >>> calls.present
+        (0, 0)
+    """
+
+    def __init__(self) -> None:
+        self.present = NO_CALL
+        self._begun: dict[int, int] = {}  # of each pipe, how many calls
+        self._of_threads = False
+        self._in_groups = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """It hangs on the mesh, of which a copy is of another process."""
+        return ProcessCalls, ()
+
+    def add(self) -> int:
+        """A pipe is made; returns its number."""
+        number = len(self._begun) + 1
+        self._begun[number] = 0
+        return number
+
+    def begin(self, pipe: int) -> None:
+        """A call of that pipe begins."""
+        self._of_threads |= threading.current_thread() is not threading.main_thread()
+        self._begun[pipe] += 1
+        self.present = NO_CALL if self._of_threads else (pipe, self._begun[pipe])
+
+    def end(self) -> None:
+        """The present call has ended."""
+        self.present = NO_CALL
+
+    def waits_for(self, theirs: PipeCall) -> bool:
+        """Whether another process is in a call of another pipe, which this one has yet to begin after its own call."""
+        pipe, number = theirs
+        return self.present != NO_CALL and self._begun.get(pipe, number) < number and pipe != self.present[0]
+
+    @contextlib.contextmanager
+    def in_groups(self, what: str) -> Iterator[None]:
+        """Entered around a call of a pipe whose layers call collectives.
+
+        Args:
+            what: the name of the call.
+
+        Raises:
+            RuntimeError: another thread is in such a call.
+        """
+        if not self._in_groups.acquire(blocking=False):
+            raise RuntimeError(
+                f"a {what} of this pipe begins while another thread of this process calls another pipe over the same "
+                "mesh, and their layers have the same groups of processes: collectives of both would be mixed up. Make "
+                "the calls of both from one thread, or give each a mesh of its own, by init_device_mesh"
+            )
+        try:
+            yield
+        finally:
+            self._in_groups.release()
+
+
 @dataclass
 class _Peer:
-    """The last heartbeat of another rank, the seconds since then, and the number of one in which it was elsewhere."""
+    """The last heartbeat of another rank, the seconds since then, and the number of one that showed another pipe."""
 
     beat: Beat | None = None
     silence: float = 0.0
@@ -117,12 +202,20 @@ class _Peer:
 
 
 class FailureDetector:
-    """Compares the heartbeats of the other ranks with each other and with its own clock."""
+    """Compares the heartbeats of the other ranks with the calls of this one and with its clock.
 
-    def __init__(self, rank: int, names: Sequence[str], times: DetectionTimes) -> None:
+    Args:
+        rank: this one.
+        names: of all ranks.
+        times: see the class.
+        calls: of all pipes of this process.
+    """
+
+    def __init__(self, rank: int, names: Sequence[str], times: DetectionTimes, calls: ProcessCalls) -> None:
         self._rank = rank
         self._names = names
         self._times = times
+        self._calls = calls
         self._clock = CappedClock(times.longest_gap)
         self._peers = {other: _Peer() for other in range(len(names)) if other != rank}
 
@@ -162,16 +255,18 @@ class FailureDetector:
         """Whether a heartbeat of every other rank was received."""
         return all(peer.beat is not None for peer in self._peers.values())
 
-    def check(
-        self, now: float, beats: Mapping[int, Beat | None], mine: Call, place: ProcessPlace = _NOWHERE
-    ) -> PeerFailure | None:
+    def announced(self, subject: str) -> dict[int, Any]:
+        """What the other ranks say about a subject, see `HealthMonitor.announce`."""
+        every = {rank: peer.beat.messages for rank, peer in self._peers.items() if peer.beat is not None}
+        return {rank: messages[subject] for rank, messages in every.items() if subject in messages}
+
+    def check(self, now: float, beats: Mapping[int, Beat | None], mine: Call) -> PeerFailure | None:
         """Takes the heartbeats that were read, and decides.
 
         Args:
             now: of a clock of this process, in seconds.
             beats: of the other ranks; None: there is no valid one.
             mine: where this rank is.
-            place: where it is in the calls of all its pipes.
 
         Returns:
             The failure of a rank; None: there is none.
@@ -183,7 +278,7 @@ class FailureDetector:
                 peer.silence += elapsed
             else:
                 peer.beat, peer.silence = beat, 0.0
-        return self._find_lost() or self._find_crossing(mine, place) or self._find_mismatch(mine)
+        return self._find_lost() or self._find_crossing(mine) or self._find_mismatch(mine)
 
     def _find_lost(self) -> PeerFailure | None:
         """The rank that is silent for longest, if that is too long."""
@@ -228,29 +323,34 @@ class FailureDetector:
                 return PeerFailure(rank, "left", text)
         return None
 
-    def _find_crossing(self, mine: Call, place: ProcessPlace) -> PeerFailure | None:
-        """While this rank is in a call of this pipe, another one waits for it in a call of another pipe.
+    def _find_crossing(self, mine: Call) -> PeerFailure | None:
+        """Another rank waits in a call of another pipe, and each of the two ranks has to begin the call of the other.
 
-        That rank finds the same, and whoever is the first leaves; then its last heartbeat is enough for the other.
+        That rank finds the same, and whoever is the first leaves; then its last heartbeat is enough for the other. A
+        rank that lives may just have been on its way, so it is named only when two of its heartbeats show this.
         """
         for rank, peer in self._peers.items():
-            if not mine.inside or peer.beat is None or not place.crosses(peer.beat.place):
+            beat = peer.beat
+            if (
+                beat is None
+                or not mine.inside
+                or beat.call.number >= mine.number
+                or not self._calls.waits_for(beat.place)
+            ):
                 peer.crossing = None
-            elif peer.left or peer.crossing not in (None, peer.beat.number):
-                return self._crossing(rank, place, peer.beat.place)
+            elif beat.left or peer.crossing not in (None, beat.number):
+                me, name = self._names[self._rank], self._names[rank]
+                (here, my_call), (there, their_call) = self._calls.present, beat.place
+                return PeerFailure(
+                    rank,
+                    "disagreement",
+                    f"{me} waits in call {my_call} of pipe {here}, and {name} in call {their_call} of pipe {there}, "
+                    f"which {me} has not begun (pipes are numbered in the order in which they were made): call all "
+                    "pipes in the same order on all ranks",
+                )
             else:
-                peer.crossing = peer.beat.number
+                peer.crossing = beat.number
         return None
-
-    def _crossing(self, rank: int, place: ProcessPlace, there: ProcessPlace) -> PeerFailure:
-        me, name = self._names[self._rank], self._names[rank]
-        return PeerFailure(
-            rank,
-            "disagreement",
-            f"{me} waits in call {place.begun[place.pipe]} of pipe {place.pipe}, and {name} in call "
-            f"{there.begun[there.pipe]} of pipe {there.pipe}, which {me} has not begun (pipes are numbered in the "
-            "order in which they were made): call all pipes in the same order on all ranks",
-        )
 
 
 class StuckDetector:

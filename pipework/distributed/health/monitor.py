@@ -1,20 +1,19 @@
 """Failure detection between processes: `HealthMonitor` shows that this rank is alive, and notices that others are not.
 
 All of this goes through a store, apart from the channels for tensors, so that a failure is noticed while these are
-blocked. Under the prefix of the given store every rank has four keys, and all share one:
+blocked. Under the prefix of the given store every rank has one key, and all share another one:
 
-    heartbeat/{rank}      every `beat` seconds: a counter, the rank's present call and action
-    failure/{rank}        at most once: a failure of this rank, or of another one that this rank noticed
-    messages/{rank}       what this rank has announced
-    acknowledged/{rank}   this rank knows of a failure
-    changed               written after each failure and message: the only key that is read every `poll` seconds
+    heartbeat/{rank}   every `beat` seconds: a counter, the rank's call and action, what it has announced, and at most
+                       one failure, of this rank or of another one that this rank noticed
+    changed            written after a heartbeat with a new announcement or failure, so that all read it within `poll`
+                       seconds
 
 One thread exchanges data with the store. It may be blocked without end when the store's machine stops or the network is
 cut. So a second thread, which calls nothing that can block, notices when the store gives no answers, and when an action
 of this rank is stuck. A third one starts when another rank has failed, and ends the process if nothing else can.
 
-What is to be published is put here as state, and the exchanging thread is woken. So a signal handler may do it at any
-moment, and after a broken connection everything is still here to be written again.
+What is to be published is an attribute, and the exchanging thread is woken. So a signal handler may publish at any
+moment, and after a broken connection everything is still there to be written again.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from pipework.distributed.health.failure_detector import (
     CappedClock,
     DetectionTimes,
     FailureDetector,
+    ProcessCalls,
     Progress,
     StuckDetector,
     is_in_collective,
 )
-from pipework.distributed.health.process_calls import ProcessCalls
 from pipework.distributed.health.process_exit import end_now
 from pipework.distributed.health.status import Beat, Call, PeerFailure
 from pipework.distributed.health.store_client import StoreClient
@@ -67,23 +66,17 @@ class HealthMonitor:
 
     All ranks make one at about the same time. A rank that is slow but alive is never taken for lost. A rank is lost if
     its process is stopped, has ended, or blocks the interpreter for `detect` seconds. The threads keep the monitor
-    until it is closed; they must not keep the pipe, so callbacks refer to it weakly. A forked child has no monitor.
+    until it is closed; they must not keep the pipe, so callbacks refer to the pipe weakly. A forked child has no
+    monitor.
 
     Args:
         store: through which all ranks communicate; the monitor makes a connection of its own. The keys are used once:
             give each monitor its own prefix (`torch.distributed.PrefixStore`).
         rank: this process.
-        ranks: how many there are.
-        beat: seconds between heartbeats.
-        detect: seconds without a heartbeat after which a rank is lost; without an answer, after which the store is.
-        poll: seconds between two reads of what other ranks report.
-        action_timeout: seconds that a single action of a collective call may take; None: no limit. Waiting for another
-            rank may take twice as long.
-        join: seconds until a rank's first heartbeat.
-        names: the name of a rank in messages, such as ``"rank 2 (stage 2)"``.
+        names: of all ranks in messages, such as ``"rank 2 (stage 2)"``.
+        times: see `DetectionTimes`.
         numbers: of all ranks in the job; None: they are those of the monitor.
         calls: of all pipes of this process; None: there are no others.
-        pipe: the number of this one among them.
         lingers: closing waits a moment until the others leave, too: the store ends with this process, or what it has
             sent may be on its way.
 
@@ -94,7 +87,7 @@ class HealthMonitor:
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> monitor = HealthMonitor(HashStore(), rank=0, ranks=1)
+        >>> monitor = HealthMonitor(HashStore(), 0, ["rank 0"])
         >>> monitor.start()
         >>> monitor.begin("training step")
         >>> monitor.progress.action = "optimizer"
@@ -108,46 +101,39 @@ class HealthMonitor:
         self,
         store: Store,
         rank: int,
-        ranks: int,
+        names: Sequence[str],
+        times: DetectionTimes | None = None,
         *,
-        beat: float = 0.5,
-        detect: float = 10.0,
-        poll: float = 0.1,
-        action_timeout: float | None = None,
-        join: float = 300.0,
-        names: Callable[[int], str] = "rank {}".format,
         numbers: Sequence[int] | None = None,
         calls: ProcessCalls | None = None,
-        pipe: int = 1,
         lingers: bool = False,
     ) -> None:
         self.progress = Progress()
         self.failure: PeerFailure | None = None
         self.own_report: PeerFailure | None = None
-        self._times = DetectionTimes(beat, detect, poll, join, action_timeout)
-        self._rank, self._pipe = rank, pipe
-        self._names = [names(each) for each in range(ranks)]
-        self._numbers = numbers or range(ranks)
+        self._times = times or DetectionTimes()
+        self._rank = rank
+        self._names = names
+        self._numbers = numbers or range(len(names))
         self._calls = calls or ProcessCalls()
-        self._calls.add(pipe)
+        self._pipe = self._calls.add()
         self._lingers = lingers
         self._process = os.getpid()
         self._client = StoreClient(store)  # used by the exchanging thread alone, once it runs
-        self._others = [other for other in range(ranks) if other != rank]
-        self._detector = FailureDetector(rank, self._names, self._times)
-        self._stuck = None if action_timeout is None else StuckDetector(rank, self._names[rank], self._times)
+        self._others = [other for other in range(len(names)) if other != rank]
+        self._detector = FailureDetector(rank, self._names, self._times, self._calls)
+        self._stuck = StuckDetector(rank, names[rank], self._times) if self._times.action_timeout is not None else None
         self._call = Call()
-        self._callbacks: list[Callable[[PeerFailure], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._report_written = threading.Event()
         self._closing = threading.Event()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put is safe in signal handlers and finalizers
         self._messages: dict[str, Any] = {}
-        self._messages_written: dict[str, Any] = {}
-        self._received: dict[int, dict[str, Any]] = {}
-        self._others_left = self._acknowledged = False
-        self._beats = self._changes = self._rounds = 0  # rounds: completed exchanges with the store
+        self._told: tuple[Any, ...] = {}, None, False  # the news that all ranks can read
+        self._others_left = False
+        self._beats = self._rounds = 0  # rounds: completed exchanges with the store
         self._changed_seen: bytes | None = None
         self._trouble = ""  # the last error of the store
         self._host = socket.gethostname()
@@ -155,7 +141,7 @@ class HealthMonitor:
 
     def start(self) -> None:
         """Publishes the first heartbeat at once, so that ranks that start later find it, and starts the threads."""
-        self._publish_beat()
+        self._publish()
         # A thread of the monitor may drop the last reference to the pipe, and so destroy its process groups. If the
         # interpreter ended meanwhile, that would abort the process. At the exit the monitor lives as long as its
         # threads, and this waits for them.
@@ -210,7 +196,7 @@ class HealthMonitor:
     def end(self) -> None:
         """This rank leaves the call."""
         self._call = self._call.ended()
-        # Who waits for this rank in another pipe is to see that it waited here, also in the last heartbeat.
+        # A rank that waits for this one in another pipe is to see, also in the last heartbeat, that it waited here.
         if self.failure is None or self.failure.kind != "disagreement":
             self._calls.end()
 
@@ -255,7 +241,7 @@ class HealthMonitor:
         self._failed.wait(seconds)
         return self.failure
 
-    def on_failure(self, callback: Callable[[PeerFailure], None]) -> None:
+    def on_failure(self, callback: Callable[[], object]) -> None:
         """Has a function called once, as soon as another rank has failed.
 
         Args:
@@ -263,18 +249,10 @@ class HealthMonitor:
                 failure before.
         """
         with self._lock:
-            self._callbacks.append(callback)
-        if self.failure is not None:
-            self._notify(self.failure)
-
-    def _notify(self, failure: PeerFailure) -> None:
-        with self._lock:
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            try:
-                callback(failure)
-            except Exception:
-                _LOG.exception("a function that was registered by on_failure has failed itself")
+            if self.failure is None:
+                self._callbacks.append(callback)
+                return
+        callback()
 
     def set_failure(self, failure: PeerFailure) -> bool:
         """Notes a failure elsewhere; returns False if one was known before."""
@@ -283,16 +261,17 @@ class HealthMonitor:
                 return False
             self.failure = failure
         self._failed.set()
-        self._notify(failure)
+        for callback in self._callbacks:
+            callback()
         return True
 
     def declare(self, failure: PeerFailure) -> None:
-        """Notes a failure that a thread of this rank has found, and reports it."""
+        """Notes a failure that this rank has found, and reports it."""
         raised = self._call.inside  # before the callbacks: they may end the call, and the program raises the failure
         if self.set_failure(failure):
             if not raised:
                 _LOG.error("%s. The next call of the pipe raises this", failure.text)
-            self._publish(failure)
+            self._tell(failure)
 
     def end_process_if_stuck(self, seconds: float, break_collectives: Callable[[], None]) -> None:
         """After a failure elsewhere: ends the process if this rank does not leave its present call in time.
@@ -324,19 +303,7 @@ class HealthMonitor:
             return
         place = f" in {where}" if where else ""
         text = f"{self._names[self._rank]} failed{place}: {status.describe_exception(error)}"
-        self._publish(PeerFailure(self._rank, "error", text, where, status.describe_traceback(error)), waits=True)
-
-    def declare_lost(self, rank: int, seen: str = "") -> PeerFailure:
-        """Tells all others that a rank is gone, as this one has noticed.
-
-        Returns:
-            This failure, or one that was known before.
-        """
-        name, last_seen = self._names[rank], self._detector.last_seen(rank)
-        failure = PeerFailure(rank, "lost", f"{name} is gone: its connections were closed{seen}; {last_seen}")
-        if self.set_failure(failure):
-            self._publish(failure, waits=True)
-        return self.failure or failure
+        self._tell(PeerFailure(self._rank, "error", text, where, status.describe_traceback(error)))
 
     def announce_culprit(self, rank: int | None) -> None:
         """This rank is about to close its connections: tells the others, which will notice, because of which rank.
@@ -352,8 +319,9 @@ class HealthMonitor:
     ) -> PeerFailure:
         """A connection was closed: finds out why.
 
-        A rank that closes its connections on purpose has announced the culprit before, mostly itself, and its report
-        follows soon. A rank that was killed has announced nothing.
+        A rank that closes its connections on purpose has announced the culprit before, mostly itself. A report of that
+        rank, or of one that was connected to the culprit, follows soon. A rank that was killed has announced nothing.
+        Two ranks that announce each other have lost each other, as when the network between them is cut.
 
         Args:
             rank: the other end; None: not known which of several.
@@ -364,37 +332,26 @@ class HealthMonitor:
         Returns:
             The failure behind it.
         """
-        begin = time.monotonic()
-        end = begin + self._times.detect + patience
+        begin, longest = time.monotonic(), self._times.detect + patience
         while self.wait_for_failure(self._times.poll / 2) is None:
-            now = time.monotonic()
+            seconds = time.monotonic() - begin
             if rank is None:
-                culprit, reports = self._detector.most_silent(2.5 * self._times.beat), False
+                lost = self._detector.most_silent(2.5 * self._times.beat)
             else:
-                culprit, reports = self._culprit(rank)
-            if culprit is not None and now > (end if reports else begin + patience):
-                return self.declare_lost(culprit, seen)
-            if now > end:
+                culprit = self.announced(_CULPRIT).get(rank, self._rank)
+                report_follows = culprit != self._rank and seconds < longest
+                lost = None if report_follows else culprit if culprit in self._others else rank
+            if lost is not None and seconds > patience:
+                last_seen = self._detector.last_seen(lost)
+                text = f"{self._names[lost]} is gone: its connections were closed{seen}; {last_seen}"
+                self.declare(PeerFailure(lost, "lost", text))
+            elif seconds > longest:
                 text = "a connection was closed, and no rank says why"
                 self.set_failure(PeerFailure(None, "lost", f"{text}: {cause}" if cause else text))
         assert self.failure is not None
         return self.failure
 
-    def _culprit(self, rank: int) -> tuple[int | None, bool]:
-        """Because of which rank another one has closed its connections, and whether a report of it will come."""
-        culprits = self.announced(_CULPRIT)
-        passed = {rank, self._rank}
-        while rank in culprits:
-            then = culprits[rank]
-            if not isinstance(then, int) or not 0 <= then < len(self._names) or then == rank:
-                return rank, True
-            if then in passed:  # they name each other
-                return rank, False
-            passed.add(then)
-            rank = then
-        return rank, False
-
-    def _publish(self, failure: PeerFailure, *, waits: bool = False) -> None:
+    def _tell(self, failure: PeerFailure) -> None:
         """Reports a failure to all ranks; waits until it is written, but not for long: the program may end next."""
         if self._process != os.getpid() or not self._threads or self.is_closed:
             return
@@ -403,7 +360,7 @@ class HealthMonitor:
                 return
             self.own_report = failure
         self._wake.put(None)
-        if waits and threading.current_thread() not in self._threads:
+        if threading.current_thread() not in self._threads:
             self._report_written.wait(STORE_WAIT)
 
     # ---- messages -----------------------------------------------------------------------------------------------
@@ -421,8 +378,8 @@ class HealthMonitor:
 
     def announced(self, subject: str) -> dict[int, Any]:
         """The messages about a subject, by the rank that sent them, this rank included."""
-        messages = {**self._received, self._rank: self._messages}
-        return {rank: each[subject] for rank, each in sorted(messages.items()) if subject in each}
+        own = {self._rank: self._messages[subject]} if subject in self._messages else {}
+        return dict(sorted({**self._detector.announced(subject), **own}.items()))
 
     # ---- threads ------------------------------------------------------------------------------------------------
 
@@ -443,22 +400,19 @@ class HealthMonitor:
                     broken = False
                 now = time.monotonic()
                 due = now >= next_beat
-                self._publish_changes(again=due)
                 if leaving:
-                    error = getattr(sys, "last_value", None)  # the uncaught exception that ends the program
-                    reason = status.describe_exception(error) if isinstance(error, BaseException) else ""
-                    self._publish_beat(left=True, reason=reason)
-                    self._client.read("changed")  # its answer means that the heartbeat is written
+                    self._publish(left=True)
                     if self._lingers:
                         self._wait_for_others_to_leave()
                     return
-                if due:
-                    self._publish_beat()
+                if due or self._told != self._news():
+                    self._publish()
                     next_beat = now + self._times.beat
                 if self.failure is None:
-                    self._read_changes()
-                if self.failure is None and (due or not self.has_seen_all or self._detector.any_late):
-                    self._check_others()
+                    changed = self._client.read("changed")
+                    if due or changed != self._changed_seen or not self.has_seen_all or self._detector.any_late:
+                        self._read_others()
+                        self._changed_seen = changed
                 self._rounds += 1
             except Exception as error:  # of any kind: the store gives no answers
                 self._trouble = f" ({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''})"
@@ -511,58 +465,47 @@ class HealthMonitor:
 
     # ---- what the exchanging thread does ------------------------------------------------------------------------
 
-    def _publish_beat(self, *, left: bool = False, reason: str = "") -> None:
+    def _news(self) -> tuple[dict[str, Any], PeerFailure | None, bool]:
+        """What the others are to read at once."""
+        return dict(self._messages), self.own_report, self.failure is not None
+
+    def _publish(self, *, left: bool = False) -> None:
+        """Writes the heartbeat, and if it says something new or is the last one, waits until all can read it."""
+        news = self._news()
+        error = getattr(sys, "last_value", None) if left else None  # the uncaught exception that ends the program
         self._beats += 1
-        action = status.describe_action(self.progress.action)
-        beat = Beat(self._beats, left, self._call, action, os.getpid(), self._host, reason, self._calls.place)
+        beat = Beat(
+            self._beats,
+            left,
+            self._call,
+            status.describe_action(self.progress.action),
+            os.getpid(),
+            self._host,
+            status.describe_exception(error) if isinstance(error, BaseException) else "",
+            self._calls.present,
+            *news,
+        )
         self._client.write(f"heartbeat/{self._rank}", status.write_beat(beat))
-
-    def _publish_changes(self, *, again: bool) -> None:
-        """Writes what is new: a failure, messages.
-
-        Args:
-            again: writes a failure once more, in case that something else was written into its key.
-        """
-        report, messages = self.own_report, dict(self._messages)
-        if self.failure is not None and not self._acknowledged:
-            self._client.write(f"acknowledged/{self._rank}", "1")
-            self._acknowledged = True
-        writes_report = report is not None and (again or not self._report_written.is_set())
-        if report is not None and writes_report:
-            self._client.write(f"failure/{self._rank}", status.write_failure(report))
-        if messages != self._messages_written:
-            self._client.write(f"messages/{self._rank}", json.dumps(messages))
-        elif not writes_report:
-            return
-        self._changes += 1
-        self._client.write("changed", f"{self._rank}:{self._changes}")
-        self._client.read("changed")  # its answer means that the server has read all that came before
-        self._messages_written = messages
-        if writes_report:
+        if news != self._told:
+            self._client.write("changed", f"{self._rank}:{self._beats}")
+        if news != self._told or left:
+            self._client.read("changed")  # its answer means that the server has read all that came before
+        self._told = news
+        if news[1] is not None:
             self._report_written.set()
 
-    def _read_changes(self) -> None:
-        """Reads failures and messages of the other ranks, if there are new ones."""
-        changed = self._client.read("changed")
-        if changed == self._changed_seen:
-            return
-        messages = self._client.read_many([f"messages/{rank}" for rank in self._others])
-        reports = self._client.read_many([f"failure/{rank}" for rank in self._others])
-        self._changed_seen = changed
-        self._received = {rank: status.read_messages(raw) for rank, raw in zip(self._others, messages, strict=True)}
-        failures = [status.read_failure(raw, len(self._names)) for raw in reports]
-        # An exception is the cause of what else is noticed at the same time, such as connections that are closed.
-        for failure in sorted((each for each in failures if each is not None), key=lambda each: each.kind != "error"):
-            self.set_failure(failure)
-
-    def _check_others(self) -> None:
-        """Reads the heartbeats of the other ranks, and reports a failure that they show."""
+    def _read_others(self) -> None:
+        """Reads the heartbeats of the other ranks, and the failures that they report or show."""
         raw = self._client.read_many([f"heartbeat/{rank}" for rank in self._others])
         beats = {rank: status.read_beat(each) for rank, each in zip(self._others, raw, strict=True)}
-        failure = self._detector.check(time.monotonic(), beats, self._call, self._calls.place)
-        if failure is not None:
-            self._read_changes()  # a failure that a rank has reported meanwhile is the cause
-            self.declare(failure)
+        shown = self._detector.check(time.monotonic(), beats, self._call)
+        reports = [beat.failure for beat in beats.values() if beat is not None and beat.failure is not None]
+        # An exception is the cause of what else is noticed at the same time, such as connections that are closed.
+        for failure in sorted(reports, key=lambda each: each.kind != "error"):
+            if failure.rank is None or failure.rank < len(self._names):
+                self.set_failure(failure)
+        if shown is not None:
+            self.declare(shown)
 
     def _wait_for_others_to_leave(self) -> None:
         """Waits a moment until all others have left, or know of a failure."""
@@ -570,8 +513,7 @@ class HealthMonitor:
         waited_for = set(self._others)
         while waited_for and time.monotonic() < deadline:
             beats = {rank: status.read_beat(self._client.read(f"heartbeat/{rank}")) for rank in waited_for}
-            waited_for -= {rank for rank, beat in beats.items() if beat is not None and beat.left}
-            waited_for -= {rank for rank in waited_for if self._client.read(f"acknowledged/{rank}") is not None}
+            waited_for -= {rank for rank, beat in beats.items() if beat is not None and (beat.left or beat.knows)}
             time.sleep(0.02)
         self._others_left = not waited_for
 

@@ -49,25 +49,16 @@ class Preemption:
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int] = {}
 
     def install(self) -> None:
-        """Installs the handlers.
-
-        Raises:
-            RuntimeError: not called in the main thread, which is the only one that may install handlers.
-        """
+        """Installs the handlers, if this is the main thread, which is the only one that may do so."""
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError(
-                "signal handlers can be installed in the main thread only: install them there, and read "
-                "`requested` in any thread"
-            )
+            return
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            if number in self._previous:
-                continue
             previous = signal.getsignal(number)
             if previous is None:
                 _LOG.warning("%s is handled by native code already, so it does not end training", number.name)
-                continue
-            self._previous[number] = previous
-            signal.signal(number, self._handle)
+            else:
+                self._previous[number] = previous
+                signal.signal(number, self._handle)
         if (monitor := self._monitor()) is not None:
             monitor.on_failure(self._exit_if_broken)
 
@@ -81,8 +72,7 @@ class Preemption:
     @property
     def requested(self) -> bool:
         """Whether any rank was asked to end."""
-        monitor = self._monitor()
-        return self._received is not None or (monitor is not None and bool(monitor.announced(_SUBJECT)))
+        return self.reason is not None
 
     @property
     def reason(self) -> str | None:
@@ -98,7 +88,7 @@ class Preemption:
         monitor = self._monitor()
         return monitor is None or monitor.is_closed
 
-    def _exit_if_broken(self, *_: object) -> None:
+    def _exit_if_broken(self) -> None:
         """Ends the process soon if it got SIGTERM and training has failed; called after each of the two."""
         monitor = self._monitor()
         if self._terminated and monitor is not None and monitor.broken:

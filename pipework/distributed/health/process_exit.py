@@ -76,38 +76,30 @@ def install() -> ExitHook:
     return hook
 
 
-def end_after(seconds: float, code: int, begin: Callable[[], object] = bool) -> Callable[[], bool]:
+def end_after(seconds: float, code: int, begin: Callable[[], object] = bool) -> None:
     """Ends the process after some seconds, if it has not ended by itself. Takes no lock, for signal handlers.
 
     Args:
         seconds: after `begin` has returned.
         code: the exit code.
         begin: called by the thread that counts the seconds.
-
-    Returns:
-        A function that tells whether the thread that counts the seconds is running.
     """
-    running: list[None] = []
 
     def expire() -> None:
-        running.append(None)
         begin()
         time.sleep(seconds)
         os._exit(code)
 
     _thread.start_new_thread(expire, ())
-    return lambda: bool(running)
 
 
 def end_now(text: str, code: int) -> None:
     """Ends the process at once, because one of its threads does not end, and prints the stacks of all threads."""
-    timer_runs = end_after(1.0, code)  # in case that the standard error is blocked
+    end_after(1.0, code)  # in case that the standard error is blocked
     _LOG.critical("%s", text)
     with contextlib.suppress(Exception):
         logging.shutdown()  # writes what handlers still hold
-    end = time.monotonic() + 0.5
-    while not timer_runs() and time.monotonic() < end:  # at a thread that does not run yet Python 3.14 stops printing
-        time.sleep(0.001)
+    time.sleep(0.05)  # until that thread runs: at one that does not run yet, Python 3.14 stops printing
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback()
     with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""The messages of failure detection: a rank's heartbeat (`Beat`) and a failure (`PeerFailure`), as bounded JSON.
+"""What ranks write to the store: each its heartbeat (`Beat`), perhaps with a failure (`PeerFailure`), as bounded JSON.
 
 Any program that reaches the port of the store can write anything into it. So what is read is bounded in size, checked
 field by field, never unpickled, and ignored as a whole if it is not what a rank writes.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from pipework.distributed.health.process_calls import MOST, ProcessPlace
 from pipework.tracebacks import shortened
 
 KINDS: Final = ("error", "lost", "left", "disagreement", "stuck")
@@ -28,7 +27,11 @@ _LIMIT: Final = 200_000  # bytes of a record, far more than a rank writes
 _TEXT: Final = 4_000
 _TRACEBACK: Final = 20_000
 
-T = TypeVar("T")
+
+PipeCall: TypeAlias = tuple[int, int]
+"""The number of a pipe, from 1, and the number of a call of it."""
+
+NO_CALL: Final[PipeCall] = (0, 0)
 
 
 class Call(NamedTuple):
@@ -86,30 +89,6 @@ class Call(NamedTuple):
         return ", ".join(f"{n} {_noun(what, several=n != 1)}" for what, n in self.counts.items()) or "no call"
 
 
-class Beat(NamedTuple):
-    """A heartbeat: a rank is alive, and what it does.
-
-    Attributes:
-        number: another one in every heartbeat.
-        left: whether it is the last one, because the rank's program has ended or dropped the pipe.
-        call: where the rank is.
-        action: its present action, or its last one.
-        pid: its process.
-        host: its machine.
-        reason: the exception with which its program has ended; empty if there is none.
-        place: where its process is in the calls of all its pipes.
-    """
-
-    number: int
-    left: bool
-    call: Call
-    action: str
-    pid: int
-    host: str
-    reason: str = ""
-    place: ProcessPlace = ProcessPlace()
-
-
 @dataclass(frozen=True)
 class PeerFailure:
     """A failure of a rank.
@@ -127,6 +106,36 @@ class PeerFailure:
     text: str
     where: str | None = None
     traceback_text: str = ""
+
+
+class Beat(NamedTuple):
+    """A heartbeat: a rank is alive, what it does, and what it tells the others.
+
+    Attributes:
+        number: another one in every heartbeat.
+        left: whether it is the last one, because the rank's program has ended or dropped the pipe.
+        call: where the rank is.
+        action: its present action, or its last one.
+        pid: its process.
+        host: its machine.
+        reason: the exception with which its program has ended; empty if there is none.
+        place: where its process is in the calls of all its pipes.
+        messages: by subject, see `HealthMonitor.announce`.
+        failure: that the rank reports; None: there is none.
+        knows: whether the rank knows of a failure.
+    """
+
+    number: int
+    left: bool
+    call: Call
+    action: str
+    pid: int
+    host: str
+    reason: str = ""
+    place: PipeCall = NO_CALL
+    messages: Mapping[str, Any] = {}  # never changed
+    failure: PeerFailure | None = None
+    knows: bool = False
 
 
 def describe_exception(error: BaseException) -> str:
@@ -164,8 +173,8 @@ def describe_action(action: object) -> str:
 
 def write_beat(beat: Beat) -> str:
     """A heartbeat as JSON."""
-    place = [beat.place.pipe, *beat.place.begun.items()]
-    return json.dumps({**beat._asdict(), "call": beat.call._asdict(), "place": place})
+    failure = None if beat.failure is None else asdict(beat.failure)
+    return json.dumps({**beat._asdict(), "call": beat.call._asdict(), "failure": failure})
 
 
 def read_beat(raw: bytes | None) -> Beat | None:
@@ -178,48 +187,16 @@ def read_beat(raw: bytes | None) -> Beat | None:
         >>> read_beat(b'{"number": "seven"}'), read_beat(b"cos system"), read_beat(None)
         (None, None, None)
     """
-    return _read(raw, _beat)
-
-
-def write_failure(failure: PeerFailure) -> str:
-    """A failure as JSON."""
-    return json.dumps(asdict(failure))
-
-
-def read_failure(raw: bytes | None, ranks: int) -> PeerFailure | None:
-    """The failure that a rank wrote; None for anything else.
-
-    Example:
-        >>> failure = PeerFailure(1, "lost", "rank 1 is gone")
-        >>> read_failure(write_failure(failure).encode(), ranks=2) == failure
-        True
-        >>> read_failure(write_failure(failure).encode(), ranks=1)
-    """
-    failure = _read(raw, _failure)
-    return failure if failure is not None and (failure.rank is None or failure.rank < ranks) else None
-
-
-def read_messages(raw: bytes | None) -> dict[str, Any]:
-    """The messages of a rank by subject; none for anything else.
-
-    Example:
-        >>> read_messages(b'{"preempt": 3}'), read_messages(b"[3]")
-        ({'preempt': 3}, {})
-    """
-    return _read(raw, lambda content: {str(subject): value for subject, value in content.items()}) or {}
-
-
-def _read(raw: bytes | None, convert: Callable[[Any], T]) -> T | None:
     if raw is None or len(raw) > _LIMIT:
         return None
     try:
-        return convert(json.loads(raw))
+        return _beat(json.loads(raw))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # no rank wrote this
         return None
 
 
 def _beat(content: Any) -> Beat:
-    call, (pipe, *begun) = content["call"], content["place"]
+    call, (pipe, of_pipe) = content["call"], content["place"]
     recent = tuple(_text(what, 100) for what in call["recent"][-REMEMBERED:])
     counts = {_text(what, 100): _count(n) for what, n in list(call["counts"].items())[:20]}
     return Beat(
@@ -230,7 +207,10 @@ def _beat(content: Any) -> Beat:
         _count(content["pid"]),
         _text(content["host"], 300),
         _text(content["reason"], _TEXT),
-        ProcessPlace(_count(pipe), {_count(number): _count(n) for number, n in begun[:MOST]}),
+        (_count(pipe), _count(of_pipe)),
+        dict(content["messages"].items()),
+        None if content["failure"] is None else _failure(content["failure"]),
+        content["knows"] is True,
     )
 
 

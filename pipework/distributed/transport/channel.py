@@ -22,20 +22,19 @@ sent, and received when their sizes are known. Else they are copied to the CPU a
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from pipework.distributed.transport import header
-from pipework.distributed.transport.groups import LostConnectionError, break_group
+from pipework.distributed.transport.groups import break_group, transferring
 from pipework.torch_private import require, transfer_together
 from pipework.values import tensor_form
 from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -151,8 +150,6 @@ class Channel:
         self._kept: deque[_Kept] = deque()
         self._posted: dict[Address, _Posted] = {}
         self._expected = 0
-        self._arrived = 0  # all messages before this number
-        self._arrived_early: set[int] = set()
         # Messages that had to be received before `take` asked for them.
         self._early: dict[Address, tuple[header.Description, tuple[Tensor | None, ...]]] = {}
 
@@ -174,7 +171,7 @@ class Channel:
             parts = [*instead, torch.frombuffer(bytearray(description), dtype=torch.uint8), *parts]
         number, self._sent = self._sent, self._sent + 1
         numbers = torch.tensor([number, len(description), self._arrived], device="cpu")
-        try:
+        with transferring(self._rank):
             works = [self._outgoing.send([numbers], self._peer, 2 * number)]
             works += [self._outgoing.send([part], self._peer, 2 * number + 1) for part in parts]
             if self._device_channel is not None:
@@ -184,8 +181,6 @@ class Channel:
                 if full := [memory for memory in memories if memory.numel()]:
                     works.append(self._device_channel.send(full))
                 parts += memories
-        except RuntimeError as error:
-            raise LostConnectionError(self._rank) from error
         self._kept.append(_Kept(number, works, [numbers, *parts]))
 
     def post(self, address: Address) -> None:
@@ -193,10 +188,8 @@ class Channel:
         number, self._expected = self._expected, self._expected + 1
         expected = self._received_forms.get(address, self._nothing)
         numbers, buffers = torch.empty(_NUMBERS, dtype=torch.int64, device="cpu"), self._buffers(expected)
-        try:
+        with transferring(self._rank):
             works = [self._incoming.recv([numbers], self._peer, 2 * number), *self._receive(number, buffers)]
-        except RuntimeError as error:
-            raise LostConnectionError(self._rank) from error
         self._posted[address] = _Posted(number, expected, numbers, buffers, works)
 
     def take(self, address: Address) -> Message:
@@ -218,7 +211,7 @@ class Channel:
     def _receive_message(self, address: Address) -> tuple[header.Description, tuple[Tensor | None, ...]]:
         """Waits for a message, and returns its form and its tensors."""
         number, form, numbers, buffers, works = self._posted.pop(address)
-        with self._transferring():
+        with transferring(self._rank):
             for work in works:
                 work.wait()
         arrived_number, length, acknowledged = numbers.tolist()
@@ -228,14 +221,14 @@ class Channel:
             )
         if length:
             data = _bytes(length)
-            with self._transferring():
+            with transferring(self._rank):
                 self._incoming.recv([data], self._peer, 2 * number + 1).wait()
             description = data.numpy().tobytes()
             form = header.decode(description)
             # A copy: the layers may change the values around the tensors that they get.
             self._received_forms[address] = header.decode(description)
             buffers = self._buffers(form)
-            with self._transferring():
+            with transferring(self._rank):
                 for work in self._receive(number, buffers):
                     work.wait()
         elif header.may_be_changed(form.around):
@@ -244,7 +237,6 @@ class Channel:
         if self._device_channel is not None:
             tensors = _with_device_tensors(self._device_channel, tensors, form)
         self._release(acknowledged)
-        self._note_arrival(number)
         return form, tensors
 
     def _ready(self, tensor: Tensor | None, form: tensor_form.TensorForm | None) -> Tensor | None:
@@ -256,15 +248,6 @@ class Channel:
         if form.placed is not None:
             tensor = form.placed.whole(tensor, self._mesh)
         return tensor.requires_grad_() if form.requires_grad else tensor
-
-    @contextlib.contextmanager
-    def _transferring(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise LostConnectionError(self._rank) from error
 
     def flush(self) -> None:
         """Waits until everything has been sent."""
@@ -309,19 +292,15 @@ class Channel:
     def _release(self, acknowledged: int) -> None:
         """Drops the messages before this number, which the other rank has received."""
         while self._kept and self._kept[0].number < acknowledged:
-            kept = self._kept[0]
-            try:
-                for work in kept.works:
+            with transferring(self._rank):
+                for work in self._kept[0].works:
                     work.wait()
-            except RuntimeError as error:
-                raise LostConnectionError(self._rank) from error
             self._kept.popleft()
 
-    def _note_arrival(self, number: int) -> None:
-        self._arrived_early.add(number)
-        while self._arrived in self._arrived_early:
-            self._arrived_early.remove(self._arrived)
-            self._arrived += 1
+    @property
+    def _arrived(self) -> int:
+        """All messages before this number have arrived."""
+        return next((posted.number for posted in self._posted.values()), self._expected)
 
 
 def _with_device_tensors(

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 from pipework import torch_private
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
     from torch.distributed.distributed_c10d import Store
@@ -23,7 +23,6 @@ NO_TIMEOUT: Final = timedelta(days=7)
 """A rank waits for another one as long as that is alive: the monitor decides this, and not a timeout of PyTorch."""
 
 _BREAKING_TAG: Final = 2**31 - 1
-_LENGTH, _DATA = 1, 2  # tags of `all_gather`; the calls of a pipe go through the same group with tag 0
 
 # gloo raises a RuntimeError. It names its source files, or what the system says of a socket.
 _OF_GLOO: Final = (
@@ -61,6 +60,21 @@ class LostConnectionError(Exception):
     def __init__(self, rank: int | None) -> None:
         super().__init__("a connection was lost" if rank is None else f"the connection to rank {rank} was lost")
         self.rank = rank
+
+
+@contextlib.contextmanager
+def transferring(rank: int | None = None) -> Iterator[None]:
+    """Entered around transfers: if one fails, its error becomes a `LostConnectionError`.
+
+    Args:
+        rank: the other rank; None: it is not known.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise LostConnectionError(rank) from error
 
 
 def is_broken_collective(error: BaseException) -> bool:
@@ -133,31 +147,37 @@ def break_group(group: Group) -> None:
             group.recv([torch.empty(1)], other, _BREAKING_TAG).wait(timedelta(milliseconds=1))
 
 
-def all_gather(group: Group, ranks: Sequence[int], mine: bytes) -> list[bytes]:
+def begin_gather(group: Any, values: Tensor | Sequence[int]) -> Callable[[], Tensor]:
+    """Begins to exchange some values. Every rank of the group calls this, with as many of the same dtype.
+
+    Returns:
+        Waits, and returns a row of values for each rank. It raises a `LostConnectionError` if a rank is gone.
+    """
+    own = torch.as_tensor(values)
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    with transferring():
+        work = group.allgather([rows], [own]) if len(own) else None
+
+    def wait() -> Tensor:
+        with transferring():
+            if work is not None:
+                work.wait()
+        return torch.stack(rows)
+
+    return wait
+
+
+def gather_numbers(group: Group, numbers: Sequence[int]) -> Tensor:
+    """A row of whole numbers of each rank of a group, all of which call this; see `begin_gather`."""
+    return begin_gather(group, [int(number) for number in numbers])()
+
+
+def all_gather(group: Group, mine: bytes) -> list[bytes]:
     """The bytes of all ranks of a group, in order. Every rank calls this, and waits here for all others.
 
     Raises:
-        LostConnectionError: a rank is gone; it has its number in the job, one of `ranks`.
+        LostConnectionError: a rank is gone.
     """
-    here = group.rank()
-    others = [rank for rank in range(len(ranks)) if rank != here]
-    length = torch.tensor([len(mine)])
-    data = torch.frombuffer(bytearray(mine or b" "), dtype=torch.uint8)
-    gathered = {here: mine}
-    current = here
-    try:
-        sent = []
-        for current in others:  # a send to a rank that is known to be gone raises at once
-            sent += [(current, group.send([part], current, tag)) for tag, part in ((_LENGTH, length), (_DATA, data))]
-        for current in others:
-            size = torch.empty(1, dtype=torch.int64)
-            group.recv([size], current, _LENGTH).wait()
-            buffer = torch.empty(max(1, int(size)), dtype=torch.uint8)
-            group.recv([buffer], current, _DATA).wait()
-            gathered[current] = buffer[: int(size)].numpy().tobytes()
-        for receiver, work in sent:
-            current = receiver
-            work.wait()
-    except RuntimeError as error:
-        raise LostConnectionError(ranks[current]) from error
-    return [gathered[rank] for rank in range(len(ranks))]
+    sizes = gather_numbers(group, [len(mine)]).flatten().tolist()
+    rows = begin_gather(group, torch.frombuffer(bytearray(mine.ljust(max(sizes) + 1)), dtype=torch.uint8))()
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -31,42 +31,19 @@ if TYPE_CHECKING:
 
 
 class RankTransport:
-    """The endpoints of this rank."""
+    """See `pipework.runtime.transport.Transport`; also the endpoint of the one worker that is in this process."""
 
-    def __init__(self, worker: int, spec: RunSpec, backend: DistributedBackend) -> None:
+    def __init__(self, spec: RunSpec, backend: DistributedBackend) -> None:
         # For messages between stages of this rank, all of which run on one thread.
         local = LocalTransport(spec.placement, spec.links, one_thread=True)
         self.outside: Endpoint = local.outside
-        self.endpoints = {worker: RankEndpoint(worker, local, spec, backend)}
-        self._group = backend.group
-        self._stopped = False
-
-    def stop(self) -> None:
-        """See `Transport.stop`."""
-        self._stopped = True
-        self._group.abort()
-
-    def close(self) -> None:
-        """See `Transport.close`: breaks the cycle between stages and their endpoint."""
-        if self._stopped and any(endpoint.is_reducing for endpoint in self.endpoints.values()):
-            self._group.break_layer_groups()  # another replica may never come to this collective
-        for endpoint in self.endpoints.values():
-            endpoint.close()
-        if self._stopped:
-            self._group.connections.forget()
-
-
-class RankEndpoint:
-    """The endpoint of the one worker that is in this process."""
-
-    def __init__(self, worker: int, local: LocalTransport, spec: RunSpec, backend: DistributedBackend) -> None:
-        self._worker = worker
-        self._local = local
-        self._own = local.endpoints[worker]
+        self._worker = backend.mesh.worker
+        self._own = local.endpoints[self._worker]
         self._spec = spec
-        self._channels = backend.group.connections.channels
+        self._channels = backend.connections.channels
         self._backend = backend
-        self._group = backend.group
+        self._progress = backend.monitor.progress
+        self._stopped = False
         self._stages = len(spec.placement)
         self._outbox: dict[Address, tuple[Sequence[Tensor | None], Any]] = {}
         self._posted: dict[Address, Channel] = {}
@@ -74,6 +51,28 @@ class RankEndpoint:
         self._results: list[_Leaving] = []
         self._input_gradients: list[_Leaving] = []
         self._ways: dict[tuple[str, int, int], list[str]] = {}
+
+    @property
+    def endpoints(self) -> dict[int, Endpoint]:
+        """See `Transport.endpoints`."""
+        return {self._worker: self}
+
+    def stop(self) -> None:
+        """See `Transport.stop`."""
+        self._stopped = True
+        self._backend.abort()
+
+    def close(self) -> None:
+        """See `Transport.close`: releases the stages, and after a failure the messages that were not sent."""
+        sharded = [run.sharded for run in self._spec.runs.values() if run.sharded is not None]
+        if self._stopped and any(each.is_reducing for each in sharded):
+            self._backend.mesh.break_layer_groups()  # another replica may never come to this collective
+        self._spec = self._spec._replace(runs={})
+        self._outbox.clear()
+        self._results.clear()
+        self._input_gradients.clear()
+        if self._stopped:
+            self._backend.connections.forget()
 
     def sender(self, kind: str, stage: int) -> Send:
         """See `Endpoint.sender`; a message to another rank waits for the SEND action."""
@@ -92,7 +91,7 @@ class RankEndpoint:
 
     def receiver(self, kind: str, stage: int) -> Receive:
         """See `Endpoint.receiver`."""
-        posted, progress, receive_own = self._posted, self._group.monitor.progress, self._own.receiver(kind, stage)
+        posted, progress, receive_own = self._posted, self._progress, self._own.receiver(kind, stage)
 
         def receive(micro_batch: int) -> Message:
             address = kind, stage, micro_batch
@@ -123,7 +122,7 @@ class RankEndpoint:
 
     def finish(self) -> None:
         """See `Endpoint.finish`: exchanges results, and waits until all messages have arrived."""
-        with self._group.monitor.progress.waits():
+        with self._progress.waits():
             self._backend.complete(self._spec)
             last = self._spec.placement[-1]
             if self._spec.shared_results != 0:
@@ -136,13 +135,6 @@ class RankEndpoint:
             for channel in self._channels.values():
                 channel.flush()
 
-    def close(self) -> None:
-        """After the run: releases the stages, and after a failure the messages that were not sent."""
-        self._spec = self._spec._replace(runs={})
-        self._outbox.clear()
-        self._results.clear()
-        self._input_gradients.clear()
-
     def _send(self, action: Action) -> None:
         kind, source, micro_batch, target = action
         channel = self._channels[self._spec.placement[target]]
@@ -152,13 +144,8 @@ class RankEndpoint:
             if address in self._outbox or not name.startswith("B skip "):
                 channel.send(address, *self._outbox.pop(address))
 
-    @property
-    def is_reducing(self) -> bool:
-        """Whether a reduction of shards has begun, and nobody has waited for it."""
-        return any(run.sharded is not None and run.sharded.is_reducing for run in self._spec.runs.values())
-
     def _unshard(self, action: Action) -> None:
-        with self._group.monitor.progress.waits():
+        with self._progress.waits():
             self._spec.runs[action.stage].aliases.gather()
 
     def _post(self, action: Action) -> None:
@@ -194,7 +181,7 @@ class RankEndpoint:
     def _send_results(self) -> None:
         """Sends the results of the last stage to all other ranks; all losses in one message."""
         self._results.sort(key=itemgetter(0))  # a schedule may have another order
-        stops = self._group.asked_to_stop()
+        stops = self._backend.asked_to_stop()
         losses: list[Tensor] = []
         needs_gradient = False
         if self._spec.shared_results is not None:
@@ -207,7 +194,7 @@ class RankEndpoint:
             if self._spec.shared_results is None:
                 for micro_batch, tensors, structure in self._results:
                     channel.send(("output", self._stages, micro_batch), tensors, structure)
-        self._group.stopping |= stops
+        self._backend.stops |= stops
 
     def _receive_results(self, channel: Channel) -> None:
         def received(address: Address) -> Message:
@@ -216,7 +203,7 @@ class RankEndpoint:
 
         hand_out = self._own.sender("F", self._stages)
         losses, flags = received(("results", self._stages, 0))
-        self._group.stopping |= bool(flags & 2)
+        self._backend.stops |= bool(flags & 2)
         if self._spec.shared_results is None:
             for micro_batch in range(self._spec.micro_batches):
                 hand_out(micro_batch, received(("output", self._stages, micro_batch)))

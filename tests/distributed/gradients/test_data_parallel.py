@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore
 
-from pipework.distributed.gradients.data_parallel import DataParallel, TrainedParameters
+from pipework.distributed.gradients.data_parallel import DataParallel
 from pipework.distributed.transport.groups import LostConnectionError, group_of
 from tests.helpers import in_threads, outcomes_in_threads
 
@@ -121,45 +121,24 @@ def test_replicas_that_train_different_parameters(pair: list[DataParallel]) -> N
 # ---- what the replicas train -----------------------------------------------------------------------------------------
 
 
-def parameters(count: int = 8, dtype: torch.dtype = torch.float32) -> list[tuple[str, Tensor]]:
-    return [(f"layer.{n}", torch.ones(2, dtype=dtype, requires_grad=True)) for n in range(count)]
-
-
-def difference(named: list[tuple[str, Tensor]], here: list[Tensor], there: list[Tensor], replicas: int = 2) -> str:
-    trained = TrainedParameters(named)
-    mine, theirs = trained.fingerprint(here).clone(), trained.fingerprint(there)
-    with pytest.raises(ValueError, match="the replicas train different parameters") as caught:
-        trained.refuse_differences(mine, mine * (replicas - 1) + theirs, replicas)
-    return str(caught.value)
-
-
-def test_the_same_is_no_difference() -> None:
-    named = parameters()
-    trained = TrainedParameters(named)
-    mine = trained.fingerprint([tensor for _, tensor in named])
-    assert trained.fingerprint([tensor for _, tensor in named]) is mine  # nothing is computed again
-    trained.refuse_differences(mine, mine * 5, 5)
-
-
-def test_what_only_some_train_is_named() -> None:
-    named = parameters()
+def test_what_only_some_train_is_named(pair: list[DataParallel]) -> None:
+    named = [(f"layer.{n}", nn.Parameter(torch.ones(2))) for n in range(8)]
     every = [tensor for _, tensor in named]
-    assert "different parameters: layer.7 is trained by some of them only" in difference(named, every, every[:-1], 3)
-    text = difference(named, every[:1], every)
-    assert "layer.1, layer.2, layer.3, layer.4, layer.5 and 2 more are trained by some of them only" in text
+
+    def step(replica: DataParallel, own: list[nn.Parameter]) -> None:
+        replica.compare(own)
+        replica.begin([])
+
+    in_threads(*[lambda r=r: r.share_values(named) for r in pair])
+    for error in outcomes_in_threads(lambda: step(pair[0], every), lambda: step(pair[1], every[:1])):
+        assert "layer.1, layer.2, layer.3, layer.4, layer.5 and 2 more are trained by some of them only" in str(error)
+    for error in outcomes_in_threads(lambda: step(pair[0], every), lambda: step(pair[1], every[::-1])):
+        assert "their shapes, dtypes or order differ" in str(error)
 
 
-def test_another_form_is_a_difference() -> None:
-    named = parameters()
-    every = [tensor for _, tensor in named]
-    for other in (every[::-1], [every[0].detach().double().requires_grad_(), *every[1:]]):
-        text = difference(named, every, other)
-        assert "their shapes, dtypes or order differ" in text or "is trained by some of them only" in text
-
-
-def test_what_cannot_be_averaged_is_refused() -> None:
+def test_what_cannot_be_averaged_is_refused(pair: list[DataParallel]) -> None:
+    eighth = torch.ones(2, dtype=torch.float8_e5m2, requires_grad=True)
     with pytest.raises(TypeError, match=r"the parameter layer\.0, of torch\.float8_e5m2 .*cannot be averaged"):
-        TrainedParameters(parameters(1, torch.float8_e5m2))
-    trained = TrainedParameters([("layer.0", torch.ones(2))])
+        pair[0].share_values([("layer.0", eighth)])
     with pytest.raises(TypeError, match=r"the parameter that was replaced, of torch\.float8_e5m2"):
-        trained.fingerprint([torch.ones(2, dtype=torch.float8_e5m2, requires_grad=True)])
+        pair[1].compare([eighth])

@@ -3,13 +3,14 @@
 import pytest
 
 from pipework.distributed.health.failure_detector import (
+    NO_CALL,
     CappedClock,
     DetectionTimes,
     FailureDetector,
+    ProcessCalls,
     Progress,
     StuckDetector,
 )
-from pipework.distributed.health.process_calls import ProcessPlace
 from pipework.distributed.health.status import Beat, Call, describe_action
 from pipework.schedule import Action
 
@@ -22,7 +23,10 @@ def beat(number: int, *, left: bool = False, call: Call = CALL) -> Beat:
 
 
 def make_detector(ranks: int = 2) -> FailureDetector:
-    return FailureDetector(0, [f"rank {rank}" for rank in range(ranks)], TIMES)
+    calls = ProcessCalls()
+    for _ in range(2):
+        calls.begin(calls.add())  # it is in the first call of the second pipe
+    return FailureDetector(0, [f"rank {rank}" for rank in range(ranks)], TIMES, calls)
 
 
 def test_silence_is_a_failure_after_detect() -> None:
@@ -159,36 +163,39 @@ def test_all_entered() -> None:
     assert not detector.all_entered(2)
 
 
-HERE, THERE = ProcessPlace(2, {1: 4, 2: 5}), ProcessPlace(1, {1: 5, 2: 4})
+THERE = (1, 2)
+"""A call that this rank has not begun, of its first pipe."""
+
+
+def elsewhere(number: int, *, left: bool = False, place: tuple[int, int] = THERE) -> Beat:
+    return beat(number, left=left, call=Call())._replace(place=place)
 
 
 def test_two_heartbeats_in_another_pipe() -> None:
     detector = make_detector()
-    for number in (1, 1, 2):
-        assert detector.check(0.0, {1: beat(number)._replace(place=THERE if number > 1 else HERE)}, CALL, HERE) is None
-    assert detector.check(0.0, {1: beat(2)._replace(place=THERE)}, CALL, HERE) is None
-    failure = detector.check(0.0, {1: beat(3)._replace(place=THERE)}, CALL, HERE)
+    for each in (elsewhere(1, place=NO_CALL), elsewhere(2), elsewhere(2)):
+        assert detector.check(0.0, {1: each}, CALL) is None
+    failure = detector.check(0.0, {1: elsewhere(3)}, CALL)
     assert failure is not None
     assert failure.kind == "disagreement"
     assert failure.text == (
-        "rank 0 waits in call 5 of pipe 2, and rank 1 in call 5 of pipe 1, which rank 0 has not begun (pipes are "
+        "rank 0 waits in call 1 of pipe 2, and rank 1 in call 2 of pipe 1, which rank 0 has not begun (pipes are "
         "numbered in the order in which they were made): call all pipes in the same order on all ranks"
     )
 
 
 def test_the_last_heartbeat_of_a_rank_that_left_another_pipe() -> None:
-    failure = make_detector().check(0.0, {1: beat(2, left=True, call=Call())._replace(place=THERE)}, CALL, HERE)
+    failure = make_detector().check(0.0, {1: elsewhere(2, left=True)}, CALL)
     assert failure is not None
-    assert "and rank 1 in call 5 of pipe 1" in failure.text
+    assert "and rank 1 in call 2 of pipe 1" in failure.text
 
 
 def test_who_has_gone_on_is_in_no_other_pipe() -> None:
     detector = make_detector()
-    detector.check(0.0, {1: beat(1)._replace(place=THERE)}, CALL, HERE)
-    detector.check(0.0, {1: beat(2)._replace(place=HERE)}, CALL, HERE)
-    detector.check(0.0, {1: beat(3)._replace(place=THERE)}, CALL, HERE)
-    assert detector.check(0.0, {1: beat(4)._replace(place=THERE)}, CALL.ended(), HERE) is None
-    assert detector.check(0.0, {1: beat(5)._replace(place=THERE)}, CALL, HERE) is None
+    every = [elsewhere(1), elsewhere(2, place=(1, 1)), elsewhere(3), beat(4)._replace(place=THERE), elsewhere(5)]
+    assert not any(detector.check(0.0, {1: each}, CALL) for each in every)
+    assert detector.check(0.0, {1: elsewhere(6)}, CALL.ended()) is None
+    assert detector.check(0.0, {1: elsewhere(7)}, CALL) is None
 
 
 # ---- times, and an action of this rank ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipework import Mesh, MicroBatches, Pipe, PipelineError
-from pipework.distributed.transport.rank_transport import RankEndpoint
+from pipework.distributed.transport.rank_transport import RankTransport
 
 Run = Callable[..., list[Any]]
 
@@ -157,7 +157,7 @@ def by_name(mesh: Mesh) -> None:
 def without_gradients(mesh: Mesh) -> None:
     """Nothing is sent for inputs that need none."""
     both = Both(mesh)
-    del RankEndpoint._share_input_gradients
+    del RankTransport._share_input_gradients
     both.losses(both.mine.detach())[0].backward()
     with torch.no_grad():
         both.losses()

@@ -73,15 +73,14 @@ def trains_beside_garbage(mesh: Mesh, port: int) -> list[float]:
         prefix = f"{store.prefix}/{prefix}" if hasattr(store, "prefix") else prefix
         store = store.underlying_store
     keys = [key for key in intruder.list_keys() if "/monitor/" in key]
-    kinds = ("acknowledged", "failure", "heartbeat", "messages")
-    assert {key.rsplit("/monitor/", 1)[1].split("/")[0] for key in keys} <= {*kinds, "changed"}
+    assert {key.rsplit("/monitor/", 1)[1].split("/")[0] for key in keys} <= {"heartbeat", "changed"}
     assert any(key.endswith("/monitor/heartbeat/0") for key in keys), keys
     place = keys[0].rsplit("/monitor/", 1)[0] + "/monitor/"
     evil = [b"cos\nsystem\n(S'touch /tmp/no'\ntR.", b"[" * 10_000, b'{"rank": 0}', b"\xff" * 1000, b'"text"', b"{}"]
     for step in range(12):
         if mesh.rank == 0:
-            for key in (f"{kind}/{rank}" for kind in kinds for rank in range(2)):
-                intruder.set(place + key, evil[step % len(evil)])
+            for rank in range(2):
+                intruder.set(f"{place}heartbeat/{rank}", evil[step % len(evil)])
             intruder.set(place + "changed", f"garbage {step}")
         loss = pipe(x, target=x)
         loss.backward()
