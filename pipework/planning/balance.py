@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipework.assignment.balance import check_initialised, not_a_list, too_few_devices
+from pipework.assignment.balance import check_initialised, too_few_devices
+from pipework.assignment.devices import Machine, checked_devices
 from pipework.assignment.minimax import check_partitions, minimax_on_devices, minimax_partition
 from pipework.model import mini_batch
 from pipework.model.sequential import tuple_rule
@@ -66,17 +67,15 @@ def balance_by_time(
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             raise ValueError(f"some parameter already has gradient: {name!r}; call zero_grad() on the module first")
-    shares_cores = devices is not None
-    if devices is None:
-        devices = [_measuring_device(device)] * partitions
-    elif device is not None:
+    if device is not None and devices is not None:
         raise ValueError("give either device=, where everything is timed, or devices=, one for each partition")
-    if isinstance(devices, str | int | torch.device):
-        raise not_a_list(devices)
-    if len(devices) < partitions:
-        raise too_few_devices(len(devices), partitions)
-    places = [torch.device(place) for place in devices[:partitions]]
-    cpu_workers = sum(place.type == "cpu" for place in places) if shares_cores else 1
+    if devices is None:
+        places = [_measuring_device(device)] * partitions
+    else:
+        places = checked_devices(devices, Machine.here())[:partitions]
+    if len(places) < partitions:
+        raise too_few_devices(len(places), partitions)
+    cpu_workers = 1 if devices is None else sum(place.type == "cpu" for place in places)
     times: dict[str, list[float]] = {}
     for place in places:
         if device_kind(place) not in times:

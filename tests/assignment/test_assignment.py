@@ -36,23 +36,17 @@ def plan(schedule: Any, count: int = 8, chunks: int = 4, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("schedule", "options", "balance", "placement"),
     [
-        ("1f1b", {"balance": [3, 5]}, (3, 5), (0, 1)),
         ("1f1b", {"devices": ["cpu"] * 4}, (2, 2, 2, 2), (0, 1, 2, 3)),
         ("Schedule1F1B", {"balance": [3, 5], "devices": ["cpu"] * 3}, (3, 5), (0, 1)),
         ("interleaved-1f1b", {"balance": [2, 2, 2, 2]}, (2, 2, 2, 2), (0, 1, 0, 1)),
-        ("interleaved-1f1b", {"balance": [2, 2, 2, 2], "devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 0, 1)),
         ("interleaved-1f1b", {"balance": [1, 1, 2, 2, 1, 1], "devices": ["cpu"] * 2}, (1, 1, 2, 2, 1, 1), (0, 1) * 3),
         ("interleaved-1f1b", {"balance": [2, 2, 2, 2], "devices": ["cpu"] * 4}, (2, 2, 2, 2), (0, 1, 2, 3)),
         ("INTERLEAVED1F1B", {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 0, 1)),
         ("hanayo", {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 1, 0)),
         ("hanayo", {"balance": [1] * 8, "devices": ["cpu"] * 2}, (1,) * 8, (0, 1, 1, 0, 0, 1, 1, 0)),
-        ("eager-1f1b", {"balance": [4, 4]}, (4, 4), (0, 1)),
-        ("zb-h1", {"balance": [4, 4]}, (4, 4), (0, 1)),
-        ("interleaved-zb", {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 0, 1)),
-        *((name, {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 1, 0)) for name in ("zb-v", "v-half", "dualpipe-v")),
+        *((name, {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 1, 0)) for name in ("zb-v", "dualpipe-v")),
         ("ScheduleZBVZeroBubble", {"balance": [2, 2, 2, 2]}, (2, 2, 2, 2), (0, 1, 1, 0)),
         ("looped-bfs", {"balance": [8], "devices": ["cpu"]}, (8,), (0,)),
-        ("looped-bfs", {"balance": [8]}, (8,), (0,)),
         ("schedulelooped_bfs", {"balance": [4, 4], "devices": ["cpu"]}, (4, 4), (0, 0)),
         (one_forward_one_backward(2, 4), {"balance": [3, 5]}, (3, 5), (0, 1)),
         (interleaved_1f1b(2, 4, 2), {"devices": ["cpu"] * 2}, (2, 2, 2, 2), (0, 1, 0, 1)),
@@ -81,15 +75,11 @@ def test_without_balance_and_devices_it_chooses_and_says_so(caplog: pytest.LogCa
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_few_layers_make_few_stages_if_it_may_choose(count: int) -> None:
-    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
-    if count == 1:  # a worker of this schedule holds two stages unless told otherwise
-        with pytest.raises(ValueError, match="2 stages, and there are 1 layers: each needs one"):
-            assign(module, "looped-bfs", 4, None, None)
-        assert assign(module, "looped-bfs", 4, [1], ["cpu"]).placement == (0,)
-    else:
-        assert assign(module, "looped-bfs", 4, None, None).placement == (0, 0)
+def test_few_layers_make_few_stages_if_it_may_choose() -> None:
+    with pytest.raises(ValueError, match="2 stages, and there are 1 layers: each needs one"):
+        assign(layers(1), "looped-bfs", 4, None, None)  # a worker holds two stages unless told otherwise
+    assert assign(layers(1), "looped-bfs", 4, [1], ["cpu"]).placement == (0,)
+    assert assign(layers(3), "looped-bfs", 4, None, None).placement == (0, 0)
 
 
 @pytest.mark.parametrize("balance", [None, []])
@@ -104,10 +94,8 @@ def test_a_module_without_layers_has_no_stages(schedule: Any, balance: list[int]
     ("schedule", "options", "error", "message"),
     [
         (5, {}, TypeError, "schedule is 5: wanted a name such as '1f1b', a ScheduleSpec or a Schedule"),
-        (None, {}, TypeError, "schedule is None"),
         ("zb-v", {"balance": [8]}, ValueError, "stages_per_worker is 1: .*an even number"),
         ("forward-only", {}, ValueError, "'forward-only' has no backwards: give one that trains"),
-        ("hanayo", {"balance": [3, 3, 2], "devices": ["cpu"]}, ValueError, "stages_per_worker is 3: .*an even number"),
         ("2f2b", {}, ValueError, "no schedule is called '2f2b': choose one of 'gpipe'.*give the ScheduleSpec"),
         (ScheduleSpec(fill_drain), {"balance": [4, 4], "devices": ["cpu"]}, IndexError, "too few devices"),
         (ScheduleSpec(lambda p, m: m), {}, TypeError, "made 4: wanted a Schedule"),
@@ -120,10 +108,7 @@ def test_a_module_without_layers_has_no_stages(schedule: Any, balance: list[int]
             r"on workers \(0, 1, 0, 1\), and made .* with \(0, 1, 1, 0\): correct its generator, or its placement",
         ),
         ("interleaved-1f1b", {"balance": [3, 3, 2], "devices": ["cpu"] * 2}, ValueError, "3 partitions for 2 workers"),
-        ("looped-bfs", {"balance": [4, 4], "devices": ["cpu"] * 3}, ValueError, "2 partitions for 3 workers"),
         ("looped-bfs", {"balance": [3, 3, 2]}, ValueError, "3 partitions for 2 workers"),
-        ("looped-bfs", {"balance": [4, 3, 2, 1], "devices": ["cpu"] * 2}, ValueError, "balance"),
-        ("1f1b", {"balance": [4, 4], "devices": ["cpu"]}, IndexError, "too few devices"),
         (
             "interleaved-1f1b",
             {"devices": ["cpu"] * 5},
@@ -132,7 +117,6 @@ def test_a_module_without_layers_has_no_stages(schedule: Any, balance: list[int]
         ),
         (interleaved_1f1b(2, 4, 2), {"devices": ["cpu"]}, IndexError, r"devices: 1, workers: 2"),
         (interleaved_1f1b(2, 4, 2), {"balance": [4, 4]}, ValueError, "has 4 stages, and balance has 2"),
-        (one_forward_one_backward(2, 4), {"balance": [2, 3, 3]}, ValueError, "has 2 stages, and balance has 3"),
         (one_forward_one_backward(9, 4), {}, ValueError, "has 9 stages, and there are 8 layers"),
         (one_forward_one_backward(2, 5), {}, ValueError, "chunks is 4, but the schedule '1f1b' is for 5 micro-batches"),
     ],
@@ -164,33 +148,25 @@ def test_a_spec_of_ones_own_is_planned_and_run_like_its_name(name: str, spec: Sc
     assert all(map(torch.equal, *gradients))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "looped-bfs", one_forward_one_backward(2, 4)])
 @pytest.mark.parametrize(
     ("balance", "devices", "error"),
     [
-        ("ab", None, TypeError),
-        (5, None, TypeError),
-        ([4.0, 4.0], None, ValueError),
         ([0, 8], None, ValueError),
-        ([], None, ValueError),
         (None, "cpu", TypeError),
         (None, ["nowhere", "cpu"], ValueError),
         (None, [], IndexError),
-        ([4, 4], [], IndexError),
     ],
 )
-def test_nonsense_is_refused_in_words(schedule: Any, balance: Any, devices: Any, error: Any) -> None:
-    with pytest.raises(error, match=r"balance|device"):
-        plan(schedule, balance=balance, devices=devices)
+def test_nonsense_is_refused_in_words(balance: Any, devices: Any, error: Any) -> None:
+    for schedule in ("1f1b", "interleaved-1f1b", one_forward_one_backward(2, 4)):
+        with pytest.raises(error, match=r"balance|device"):
+            plan(schedule, balance=balance, devices=devices)
 
 
-def test_a_schedule_that_cannot_run_is_refused() -> None:
+def test_a_schedule_that_cannot_run_is_refused_and_one_for_fewer_rows_is_a_part_of_it() -> None:
     stuck = Schedule("stuck", (0,), ((Action("B", 0, 0), Action("F", 0, 0)),))
     with pytest.raises(ValueError, match="stuck"):
         plan(stuck, chunks=1)
-
-
-def test_a_schedule_for_fewer_rows_is_a_part_of_it() -> None:
     own = one_forward_one_backward(2, 4)
     found = plan(own)
     assert found.schedule(4) is own
@@ -208,14 +184,9 @@ def test_placed_layers_are_stages_if_each_worker_holds_one() -> None:
         assign(module, "interleaved-1f1b", 4, None, None)
 
 
-@pytest.fixture
-def two_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_are_taken_first(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine((torch.device("cuda", 0), torch.device("cuda", 1)), 0, 8)
     monkeypatch.setattr(Machine, "here", staticmethod(lambda: machine))
-
-
-@pytest.mark.usefixtures("two_accelerators")
-def test_accelerators_are_taken_first() -> None:
     for options in ({}, {"balance": [2, 2, 2, 2]}, {"devices": [0, 1]}, {"balance": [4, 4], "devices": [1, 0]}):
         found = plan("looped-bfs", **options)
         assert {device.type for device in found.devices} == {"cuda"}

@@ -7,8 +7,6 @@ from torch import nn
 
 from pipework import Pipe, PipeWarning, WithDevice
 from pipework.assignment import devices as assignment_devices
-from pipework.assignment.assignment import assign
-from pipework.assignment.doubts import doubts_about
 from pipework.schedule import fill_drain
 
 TWO = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -28,6 +26,8 @@ def test_a_model_in_one_layer() -> None:
         Pipe(copy.deepcopy(ONE), 4)
     with pytest.warns(PipeWarning, match="one worker has all that the nn.Sequential has"):
         Pipe(copy.deepcopy(ONE), 4, devices=["cpu", "cpu"])
+    with pytest.warns(PipeWarning, match="^one worker has all .* has, 2 layers"):
+        Pipe(copy.deepcopy(TWO), 4, schedule="interleaved-1f1b", loss_fn=torch.nn.functional.mse_loss)
 
 
 def test_one_accelerator_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,15 +53,6 @@ def test_one_accelerator_found(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_was_asked_for_is_no_surprise(module: nn.Sequential, options: dict[str, Any]) -> None:
     Pipe(copy.deepcopy(module), **options)  # warnings are errors
-
-
-def test_doubts_need_no_pipe() -> None:
-    assert doubts_about(ONE, assign(ONE, "gpipe", 1, [1], None), 1, [1], None) == []
-
-
-def test_too_few_layers_for_the_stages_of_two_workers() -> None:
-    with pytest.warns(PipeWarning, match="^one worker has all .* has, 2 layers"):
-        Pipe(copy.deepcopy(TWO), 4, schedule="interleaved-1f1b", loss_fn=torch.nn.functional.mse_loss)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # parts of PyTorch that torch.compile imports

@@ -56,15 +56,20 @@ def trained_alike(plan: Plan, assert_trained_alike: Callable[..., None]) -> None
     assert_trained_alike(plain, pipe, batches, way=INSIDE, evaluate=True)
 
 
-@pytest.mark.parametrize("schedules", [None, ["1f1b"], ["zb-v"], ["interleaved-1f1b"]])
+@pytest.mark.parametrize(
+    ("schedules", "devices"),
+    [(None, ("fast", "fast")), (["interleaved-1f1b"], ("fast", "fast")), (None, ("slow", "fast", "fast"))],
+)
 def test_it_trains_as_without_a_pipe(
-    measured: Profile, schedules: Sequence[str] | None, assert_trained_alike: Callable[..., None]
+    measured: Profile,
+    schedules: Sequence[str] | None,
+    devices: Sequence[str],
+    tmp_path: Path,
+    assert_trained_alike: Callable[..., None],
 ) -> None:
-    trained_alike(planned(measured, schedules=schedules), assert_trained_alike)
-
-
-def test_unequal_devices(measured: Profile, assert_trained_alike: Callable[..., None]) -> None:
-    trained_alike(planned(measured, ("slow", "fast", "fast")), assert_trained_alike)
+    plan = planned(measured, devices, schedules=schedules)
+    plan.save(tmp_path / "plan.json")
+    trained_alike(Plan.load(tmp_path / "plan.json"), assert_trained_alike)
 
 
 def test_with_recomputation(measured: Profile, assert_trained_alike: Callable[..., None]) -> None:
@@ -103,14 +108,6 @@ def test_with_a_skip_connection_over_stages(checkpoint: str, assert_trained_alik
     assert_trained_alike(plain, pipe, [(x,)], way=INSIDE, evaluate=True)
 
 
-def test_saved_and_loaded(tmp_path: Path, measured: Profile, assert_trained_alike: Callable[..., None]) -> None:
-    plan = planned(measured)
-    plan.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded.schedule.orders == plan.schedule.orders
-    trained_alike(loaded, assert_trained_alike)
-
-
 def test_the_devices_of_the_plan_are_those_of_the_pipe() -> None:
     x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS)
     here = profile(layers(), x, target=y, loss_fn=distance, devices=["cpu", "cpu"], rows=[4], timeout=0)
@@ -121,27 +118,23 @@ def test_the_devices_of_the_plan_are_those_of_the_pipe() -> None:
     pipe(x, target=y).backward()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("chunks", 8), ("balance", [4, 4]), ("schedule", "1f1b"), ("checkpoint", "never")],
-)
-def test_an_argument_beside_it_is_refused(measured: Profile, name: str, value: object) -> None:
-    plan = planned(measured)
-    with pytest.raises(
-        ValueError, match=f"{name}= is given beside plan=, which decides it: leave {name}= or plan= out"
-    ):
-        Pipe(layers(), plan=plan, loss_fn=distance, devices=["cpu", "cpu"], **{name: value})  # type: ignore[arg-type]
-
-
-def test_another_number_of_devices_is_refused(measured: Profile) -> None:
-    plan = planned(measured)
+def test_what_does_not_go_together_is_refused(measured: Profile) -> None:
+    plan, two = planned(measured), ["cpu", "cpu"]
+    beside: dict[str, Any] = {"chunks": 8, "balance": [4, 4], "schedule": "1f1b", "checkpoint": "never"}
+    for name, value in beside.items():
+        with pytest.raises(
+            ValueError, match=f"{name}= is given beside plan=, which decides it: leave {name}= or plan="
+        ):
+            Pipe(layers(), plan=plan, loss_fn=distance, devices=two, **{name: value})
     with pytest.raises(ValueError, match="devices has 3 entries, and the plan has 2 workers: give one for each"):
         Pipe(layers(), plan=plan, loss_fn=distance, devices=["cpu"] * 3)
-
-
-def test_kinds_are_no_devices(measured: Profile) -> None:
     with pytest.raises(ValueError, match=r"kinds of device \(fast\), and names no device of this machine: give 2"):
-        Pipe(layers(), plan=planned(measured), loss_fn=distance)
+        Pipe(layers(), plan=plan, loss_fn=distance)
+    for wrong in ("plan.json", measured):
+        with pytest.raises(TypeError, match="wanted a Plan, as pipework"):
+            Pipe(layers(), plan=wrong, loss_fn=distance, devices=two)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"nn\.Sequential"):
+        Pipe(nn.Linear(2, 2), plan=plan)  # type: ignore[arg-type]
 
 
 def test_another_model_is_refused(measured: Profile) -> None:
@@ -165,14 +158,6 @@ def test_another_model_is_refused(measured: Profile) -> None:
     for index, layer in enumerate(layers()):
         renamed.add_module(f"layer{index}", layer)
     refused(renamed, "for another model: layer 0 was .*name='0'.*, and is .*name='layer0'")
-
-
-def test_what_is_no_plan_is_refused(measured: Profile) -> None:
-    for wrong in ("plan.json", measured):
-        with pytest.raises(TypeError, match="wanted a Plan, as pipework"):
-            Pipe(layers(), plan=wrong, loss_fn=distance, devices=["cpu", "cpu"])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"nn\.Sequential"):
-        Pipe(nn.Linear(2, 2), plan=planned(measured))  # type: ignore[arg-type]
 
 
 def test_frozen_parameters_are_seen() -> None:

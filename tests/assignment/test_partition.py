@@ -37,87 +37,78 @@ def chosen(module, balance=None, devices=None, machine=NONE):
     return list(partitioning.balance), [str(device) for device in partitioning.devices]
 
 
-class TestBalanceAndDevicesGiven:
-    def test_both_are_taken(self):
-        assert chosen(linears(1, 1, 1), [1, 2], ["cpu", "meta"]) == ([1, 2], ["cpu", "meta"])
+class TestGiven:
+    @pytest.mark.parametrize(
+        ("module", "options", "expected"),
+        [
+            (linears(1, 1, 1), {"balance": [1, 2], "devices": ["cpu", "meta"]}, ([1, 2], ["cpu", "meta"])),
+            (linears(1, 1, 1), {"balance": [1, 2], "devices": ["cpu", "meta", "cpu"]}, ([1, 2], ["cpu", "meta"])),
+            (linears(1, 1, 1, 1), {"balance": [2, 1, 1]}, ([2, 1, 1], ["cpu"] * 3)),
+            (linears(1, 1, 1, 1), {"balance": [2, 2], "machine": THREE}, ([2, 2], ["cuda:0", "cuda:1"])),
+            (linears(1, 2, 3, 4, 5, 6), {"devices": ["cpu", "meta"]}, ([4, 2], ["cpu", "meta"])),
+            (linears(1, 1), {"devices": ["cpu"] * 3}, ([1, 1], ["cpu"] * 2)),
+            (nn.Sequential(nn.Linear(1, 1), *linears(1, device="meta")), {"devices": ["meta"]}, ([2], ["meta"])),
+            (nn.Sequential(*linears(1), nn.Sequential(*linears(1, 1))), {"balance": [1, 1]}, ([1, 1], ["cpu"] * 2)),
+        ],
+    )
+    def test_is_taken(self, module, options, expected):
+        assert chosen(module, **options) == expected
 
-    def test_devices_that_are_not_needed_are_dropped(self):
-        assert chosen(linears(1, 1, 1), [1, 2], ["cpu", "meta", "cpu"]) == ([1, 2], ["cpu", "meta"])
-
-    @pytest.mark.parametrize(("devices", "count"), [(["cpu"], 1), ([], 0)])
-    def test_too_few_devices(self, devices, count):
-        message = rf"^too few devices to hold given partitions \(devices: {count}, partitions: 2\): give 2 devices"
-        with pytest.raises(IndexError, match=message):
-            chosen(linears(1, 1), [1, 1], devices)
-
-    @pytest.mark.parametrize("balance", [[], [1], [1, 2], [2, 0], [1, True], [1.0, 1.0]])
-    def test_a_balance_that_does_not_fit(self, balance):
-        with pytest.raises(ValueError, match=r"sum to 2, the number of layers[\s\S]*balance_by_time\([12], module, "):
-            chosen(linears(1, 1), balance, ["cpu", "cpu"])
-
-
-class TestBalanceGiven:
-    def test_cpu_workers_without_accelerators(self):
-        assert chosen(linears(1, 1, 1, 1), [2, 1, 1]) == ([2, 1, 1], ["cpu"] * 3)
-
-    def test_the_first_accelerators(self):
-        assert chosen(linears(1, 1, 1, 1), [2, 2], machine=THREE) == ([2, 2], ["cuda:0", "cuda:1"])
-
-    def test_too_few_accelerators(self):
-        with pytest.raises(IndexError, match=r"\(devices: 1, partitions: 2\)"):
-            chosen(linears(1, 1), [1, 1], machine=ONE)
-
-
-class TestDevicesGiven:
-    def test_balanced_by_cost(self):
-        assert chosen(linears(1, 2, 3, 4, 5, 6), devices=["cpu", "meta"]) == ([4, 2], ["cpu", "meta"])
-
-    def test_more_devices_than_layers(self):
-        assert chosen(linears(1, 1), devices=["cpu"] * 3) == ([1, 1], ["cpu"] * 2)
-
-    def test_layers_that_lie_elsewhere_come_along(self):
-        module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
-        assert chosen(module, devices=["meta"]) == ([2], ["meta"])
-
-    def test_none_at_all(self):
-        with pytest.raises(IndexError, match="devices: 0, partitions: 1"):
-            chosen(linears(1, 1), devices=[])
+    @pytest.mark.parametrize(
+        ("options", "numbers"),
+        [
+            ({"balance": [1, 1], "devices": ["cpu"]}, r"devices: 1, partitions: 2\): give 2 devices"),
+            ({"balance": [1, 1], "devices": []}, "devices: 0, partitions: 2"),
+            ({"balance": [1, 1], "machine": ONE}, "devices: 1, partitions: 2"),
+            ({"devices": []}, "devices: 0, partitions: 1"),
+        ],
+    )
+    def test_too_few_devices(self, options, numbers):
+        with pytest.raises(IndexError, match=rf"^too few devices to hold given partitions \({numbers}"):
+            chosen(linears(1, 1), **options)
 
 
 class TestLayersOnDevices:
-    def test_consecutive_layers_on_a_device_are_a_partition(self):
-        module = nn.Sequential(*linears(1, 1), Lies("cuda:1"), *linears(1))
-        assert chosen(module) == ([2, 1, 1], ["cpu", "cuda:1", "cpu"])
+    @pytest.mark.parametrize(
+        ("layers", "machine", "expected"),
+        [
+            ([*linears(1, 1), Lies("cuda:1"), *linears(1)], NONE, ([2, 1, 1], ["cpu", "cuda:1", "cpu"])),
+            # Layers without parameters stay with their neighbour, and layers on meta lie nowhere.
+            (
+                [nn.Flatten(), *linears(1), nn.ReLU(), Lies("cuda:1"), nn.BatchNorm1d(1, affine=False)],
+                NONE,
+                ([3, 2], ["cpu", "cuda:1"]),
+            ),
+            (
+                [*linears(1, device="meta"), Lies("cuda:0"), *linears(1, device="meta"), Lies("cuda:1")],
+                TWO,
+                ([3, 1], ["cuda:0", "cuda:1"]),
+            ),
+            ([*linears(1, device="meta"), *linears(1)], NONE, ([1, 1], ["cpu", "cpu"])),
+            (
+                [*linears(1), WithDevice(nn.ReLU(), "meta"), nn.ReLU(), WithDevice(linears(1), CPU)],
+                NONE,
+                ([1, 2, 1], ["cpu", "meta", "cpu"]),
+            ),
+            # Consecutive layers on an accelerator are a partition, and each WithDevice on the CPU is a worker.
+            (
+                [WithDevice(nn.ReLU(), 1), WithDevice(nn.ReLU(), "cuda:1"), WithDevice(nn.ReLU(), "cuda:0")],
+                TWO,
+                ([2, 1], ["cuda:1", "cuda:0"]),
+            ),
+            (
+                [nn.ReLU(), WithDevice(nn.ReLU(), "cpu"), *linears(1), WithDevice(nn.ReLU(), "cpu")],
+                NONE,
+                ([3, 1], ["cpu", "cpu"]),
+            ),
+        ],
+    )
+    def test_they_stay_where_they_are(self, layers, machine, expected):
+        assert chosen(nn.Sequential(*layers), machine=machine) == expected
 
-    def test_layers_without_parameters_stay_with_their_neighbour(self):
-        module = nn.Sequential(nn.Flatten(), *linears(1), nn.ReLU(), Lies("cuda:1"), nn.BatchNorm1d(1, affine=False))
-        assert chosen(module) == ([3, 2], ["cpu", "cuda:1"])
-
-    def test_layers_on_meta_lie_nowhere(self):
-        module = nn.Sequential(*linears(1, device="meta"), Lies("cuda:0"), *linears(1, device="meta"), Lies("cuda:1"))
-        assert chosen(module, machine=TWO) == ([3, 1], ["cuda:0", "cuda:1"])
-        half_built = nn.Sequential(*linears(1, device="meta"), *linears(1))
-        assert chosen(half_built) == ([1, 1], ["cpu", "cpu"])
-
-    def test_with_device_places_a_layer(self):
-        module = nn.Sequential(*linears(1), WithDevice(nn.ReLU(), "meta"), nn.ReLU(), WithDevice(linears(1), CPU))
-        assert chosen(module) == ([1, 2, 1], ["cpu", "meta", "cpu"])
-
-    def test_with_device_on_one_accelerator_is_one_partition(self):
-        module = nn.Sequential(
-            WithDevice(nn.ReLU(), 1), WithDevice(nn.ReLU(), "cuda:1"), WithDevice(nn.ReLU(), "cuda:0")
-        )
-        assert chosen(module, machine=TWO) == ([2, 1], ["cuda:1", "cuda:0"])
-
-    def test_each_with_device_on_the_cpu_is_a_worker(self):
-        module = nn.Sequential(nn.ReLU(), WithDevice(nn.ReLU(), "cpu"), *linears(1), WithDevice(nn.ReLU(), "cpu"))
-        assert chosen(module) == ([3, 1], ["cpu", "cpu"])
-
-    def test_with_device_must_name_a_usable_device(self):
+    def test_with_device_must_name_a_usable_device_and_agree_with_devices(self):
         with pytest.raises(ValueError, match="WithDevice of layer 1 is 'cuda:7'"):
             chosen(nn.Sequential(nn.ReLU(), WithDevice(nn.ReLU(), "cuda:7")), machine=TWO)
-
-    def test_with_device_and_devices_must_agree(self):
         module = nn.Sequential(WithDevice(nn.ReLU(), "cpu"), nn.ReLU())
         assert chosen(module, [1, 1], ["cpu", "meta"]) == ([1, 1], ["cpu", "meta"])
         with pytest.raises(ValueError, match=r"layer 0 is wrapped in WithDevice for 'cpu', but .* put it on 'meta'"):
@@ -189,11 +180,6 @@ class TestModule:
             "please use .to() to place the module on a single device"
         )
 
-    @pytest.mark.parametrize("options", [{}, {"balance": [1, 1]}, {"devices": ["cpu"]}])
-    def test_a_lazy_layer(self, options):
-        with pytest.raises(ValueError, match=r"'1\.weight' is lazy .* run one batch through the module first"):
-            chosen(nn.Sequential(nn.ReLU(), nn.LazyLinear(2)), **options)
-
     @pytest.mark.parametrize("options", [{}, {"balance": [2]}, {"devices": ["cpu"]}])
     def test_a_layer_on_meta_goes_where_others_would(self, options):
         assert chosen(linears(1, 1, device="meta"), **options) == chosen(linears(1, 1), **options)
@@ -204,10 +190,6 @@ class TestModule:
         first, second = split_layers(module, choose_partitioning(module, [1, 2], None, machine=NONE))
         assert first[0] is layer
         assert second[1] is layer
-
-    def test_a_sequential_child_is_a_layer(self):
-        module = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.ReLU())
-        assert chosen(module, [1, 1]) == ([1, 1], ["cpu", "cpu"])
 
 
 class TestSplitLayers:
@@ -265,7 +247,7 @@ class TestSplitLayers:
 
 
 class TestPartitionModel:
-    def test_partitions_in_order(self):
+    def test_partitions_in_order_on_their_devices(self):
         module = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         x = torch.rand(4, 2)
         expected = module(x)
@@ -273,10 +255,8 @@ class TestPartitionModel:
         assert [len(part) for part in model] == [2, 1]
         assert list(model.state_dict()) == ["0.0.weight", "0.0.bias", "1.2.weight", "1.2.bias"]
         assert torch.equal(model(x), expected)
-
-    def test_moves(self):
-        model = partition_model(linears(1, 1), [1, 1], ["cpu", "meta"])
-        assert [parameter.device for parameter in model.parameters()] == [CPU, META]
+        moved = partition_model(linears(1, 1), [1, 1], ["cpu", "meta"])
+        assert [parameter.device for parameter in moved.parameters()] == [CPU, META]
 
 
 class TestWithDevice:

@@ -15,7 +15,6 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import inf
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -174,8 +173,6 @@ def plan(
 
 def _check(model: object, sample: object, schedules: Sequence[str] | None, target: object) -> None:
     """Raises an error for what cannot be measured."""
-    if isinstance(model, str | Path):
-        raise TypeError(f"model is {str(model)!r}: wanted layers or a profile, such as Profile.load({str(model)!r})")
     if sample is None:
         raise TypeError("plan got no sample: give the inputs of a mini-batch, plan(model, x, target=y, loss_fn=f)")
     if not isinstance(model, nn.Sequential):

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from pipework.assignment.balance import check_initialised, not_sequential
 from pipework.assignment.devices import chosen_devices
 from pipework.assignment.from_plan import layer_info
 from pipework.model.sequential import named_layers
-from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerSeconds, SkipBytes
+from pipework.planning.layer_costs import DeviceKind, LayerBytes, SkipBytes
 from pipework.planning.measuring.links import device_kind, measure_links
 from pipework.planning.measuring.rates import Rates, checked_rates, rated_clock
 from pipework.planning.measuring.sample_batch import SampleBatch
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from pipework.model.sequential import Device
     from pipework.planning.measuring.stage_copy import Measured
 
-_ROUNDS = 3  # a burst of other work on the machine touches one of them
 _META = torch.device("meta")
 _SIZES = 4  # of micro-batches, if the caller names none
 
@@ -113,10 +111,10 @@ def profile(
         device_kind(place): _Way(
             place,
             cpu_workers=sum(each.type == place.type == "cpu" for each in places),
-            seconds=timeout / _ROUNDS,
+            seconds=timeout,
             memory=torch.accelerator.get_memory_info(place)[1] if is_accelerator(place) else None,
         )
-        for place in reversed(places)
+        for place in places
     }
     found = _measured(module, batch, ways, micro_batch_sizes(batch.rows, len(places), rows), report)
     return replace(
@@ -130,7 +128,7 @@ class _Way(NamedTuple):
     Attributes:
         place: where copies run.
         cpu_workers: how many share the cores, on the CPU.
-        seconds: for each layer, in each round.
+        seconds: for each layer.
         rates: of a device that is not here.
         memory: of the device.
     """
@@ -141,43 +139,37 @@ class _Way(NamedTuple):
     rates: Rates | None = None
     memory: int | None = None
 
-    def measured(
-        self, stages: list[nn.Sequential], batch: SampleBatch, rows: int
-    ) -> tuple[list[Measured], tuple[LayerSeconds, ...]]:
-        """The stages in the first round, and the medians of the seconds of all rounds."""
-        rounds = []
-        for _ in range(1 if self.rates else _ROUNDS):
-            with self.place if self.rates else nullcontext():  # then layers make new tensors on the meta device, too
-                found, elsewhere = measure_stages(
-                    stages,
-                    [self.place] * len(stages),
-                    batch.sample(rows, _META if self.rates else None),
-                    self.seconds,
-                    cpu_workers=self.cpu_workers,
-                    split=range(len(stages)),
-                    clock=functools.partial(rated_clock, self.rates) if self.rates else None,
-                )
-            if elsewhere:
-                raise MemoryError(
-                    f"layer {elsewhere[0]} alone does not fit on {self.place} with a micro-batch of {rows} rows: "
-                    "measure smaller ones with rows=[...]"
-                )
-            rounds.append(found)
-        seconds = [zip(*(one.seconds for one in stage), strict=True) for stage in zip(*rounds, strict=True)]
-        return rounds[0], tuple(LayerSeconds(*map(median, columns)) for columns in seconds)
+    def measured(self, stages: list[nn.Sequential], batch: SampleBatch, rows: int) -> list[Measured]:
+        """The stages, for a micro-batch of so many rows."""
+        with self.place if self.rates else nullcontext():  # then layers make new tensors on the meta device, too
+            found, elsewhere = measure_stages(
+                stages,
+                [self.place] * len(stages),
+                batch.sample(rows, _META if self.rates else None),
+                self.seconds,
+                cpu_workers=self.cpu_workers,
+                split=range(len(stages)),
+                clock=functools.partial(rated_clock, self.rates) if self.rates else None,
+            )
+        if elsewhere:
+            raise MemoryError(
+                f"layer {elsewhere[0]} alone does not fit on {self.place} with a micro-batch of {rows} rows: measure "
+                "smaller ones with rows=[...]"
+            )
+        return found
 
-    def joined(self, module: nn.Sequential, batch: SampleBatch, rows: int, layers: Sequence[LayerSeconds]) -> Any:
+    def joined(self, module: nn.Sequential, batch: SampleBatch, rows: int, layers: Sequence[Measured]) -> Any:
         """What two layers save if they are on one stage: all layers alone take longer than all in one stage."""
         if len(layers) == 1 or self.rates:
             return 0.0, 0.0, 0.0
         try:
-            _, (together,) = self.measured(grouped(module, [len(layers)]), batch, rows)
+            (together,) = self.measured(grouped(module, [len(layers)]), batch, rows)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return 0.0, 0.0, 0.0  # then layers are large, and what their stages take is small beside them
-        sums = map(sum, zip(*layers, strict=True))
-        return tuple(max(0.0, every - one) / (len(layers) - 1) for every, one in zip(sums, together, strict=True))
+        sums = map(sum, zip(*(each.seconds for each in layers), strict=True))
+        return tuple(max(0.0, all_ - one) / (len(layers) - 1) for all_, one in zip(sums, together.seconds, strict=True))
 
 
 def _measured(
@@ -189,9 +181,8 @@ def _measured(
 ) -> Profile:
     """The profile, without names of devices and without links."""
     kinds: dict[str, DeviceKind] = {}
-    bytes_of: list[list[Measured]] = []  # of each layer for each size, on the first kind
     for kind, way in ways.items():
-        tables = []
+        tables: list[list[Measured]] = []  # each layer, for each size
         for size in sizes:
             report(f"{kind}: {len(module)} layers, micro-batches of {size} rows{', estimated' if way.rates else ''}")
             try:
@@ -201,18 +192,18 @@ def _measured(
                     raise
                 report(f"left out, because a layer refuses micro-batches of {size} rows: {error}")
         sizes = sizes[-len(tables) :]
-        bytes_of = bytes_of or [found for found, _ in tables]
-        joined = way.joined(module, batch, sizes[0], tables[0][1])
-        kinds[kind] = DeviceKind(tuple(seconds for _, seconds in tables), joined, way.memory, bool(way.rates))
+        seconds = tuple(tuple(each.seconds for each in row) for row in tables)
+        joined = way.joined(module, batch, sizes[0], tables[0])
+        kinds[kind] = DeviceKind(seconds, joined, way.memory, bool(way.rates))
     skips = []
     for edge in skip_edges(alone(module)):
-        skip_bytes = tuple(row[edge.source].bytes.stashed.get(edge.key, (0, 0))[0] for row in bytes_of)
+        skip_bytes = tuple(row[edge.source].bytes.stashed.get(edge.key, (0, 0))[0] for row in tables)
         skips += [SkipBytes(edge.source, target, skip_bytes) for target in edge.destinations]
     return Profile(
         batch=batch.rows,
         rows=sizes,
         layers=tuple(layer_info(name, layer) for name, layer in named_layers(module)),
-        bytes=tuple(tuple(map(_layer_bytes, row)) for row in bytes_of),
+        bytes=tuple(tuple(map(_layer_bytes, row)) for row in tables),
         kinds=kinds,
         skips=tuple(skips),
         loss_inside=batch.target is not None,

@@ -163,11 +163,15 @@ def measure_stages(
     for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
         for place in (device, torch.device("cpu")):
             try:
-                with traceless(place), threads_of_a_worker(cpu_workers if place.type == "cpu" else 1):
+                with traceless(place, cpu_workers):
                     tracker.device, timer = place, clock or functools.partial(_clock_of, place)
                     is_last = number == len(partitions) - 1
                     own = sample if is_last else replace(sample, loss=None)
-                    layers = _copies(partition, place, trains)
+                    layers = [layer.to(place) for layer in copy.deepcopy(partition)]
+                    for layer in layers:
+                        layer.zero_grad(set_to_none=True)
+                        if trains:
+                            layer.train()
                     stage = StageCopy(layers, tracker, own, timer, is_first=number == 0, splits=number in split)
                     one, value = stage.measure(value, seconds, is_last=is_last)
                 break
@@ -177,23 +181,13 @@ def measure_stages(
                 elsewhere.append(number)
         measured.append(one)
         if report is not None:
-            forward, first, second = (f"{each:.3g} s" for each in one.seconds)
-            backward = f"input gradient {first}, weight gradient {second}" if number in split else f"backward {first}"
+            first, *others = (f"{each:.3g} s" for each in one.seconds)
             held = memory_text(one.bytes.activation, "bytes")
             report(
-                f"stage {number + 1} of {len(partitions)}: forward {forward}, {backward}, "
+                f"stage {number + 1} of {len(partitions)}: forward {first}, backward {' and '.join(others)}, "
                 f"activations of a micro-batch {held}"
             )
     return measured, tuple(elsewhere)
-
-
-def _copies(partition: nn.Sequential, device: torch.device, trains: bool) -> list[nn.Module]:
-    layers = [layer.to(device) for layer in copy.deepcopy(partition)]
-    for layer in layers:
-        layer.zero_grad(set_to_none=True)
-        if trains:
-            layer.train()
-    return layers
 
 
 class StageCopy:
@@ -387,36 +381,33 @@ class StageCopy:
 
     def _ends(self, output: Any) -> list[Tensor]:
         """Where a backward begins."""
-        return [tensor for tensor in (*tensors_of(output), *self._tracker.stashed) if tensor.requires_grad]
+        tensors = (*tensors_of(output), *self._tracker.stashed.values())
+        return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
 
 
 class Tracker:
     """Keeps stashed tensors: for later stages detached from their graph, within a stage as they are.
 
     Attributes:
-        popped: in this pass, by key.
+        stashed: in this pass, by key.
+        popped: likewise.
         device: of the stage that runs.
     """
 
     def __init__(self) -> None:
         self._from_before: dict[Hashable, Tensor | None] = {}
-        self._of_this_pass: dict[Hashable, Tensor | None] = {}
+        self.stashed: dict[Hashable, Tensor | None] = {}
         self.popped: dict[Hashable, Tensor] = {}
         self.device = torch.device("cpu")
 
-    @property
-    def stashed(self) -> list[Tensor]:
-        """The tensors stashed in this pass."""
-        return [tensor for tensor in self._of_this_pass.values() if tensor is not None]
-
     def save(self, key: Hashable, tensor: Tensor | None, poppers: int) -> None:
         """See `SkipTracker.save`."""
-        self._of_this_pass[key] = tensor
+        self.stashed[key] = tensor
 
     def load(self, key: Hashable) -> Tensor | None:
         """See `SkipTracker.load`."""
-        if key in self._of_this_pass:
-            return self._of_this_pass[key]
+        if key in self.stashed:
+            return self.stashed[key]
         tensor = self._from_before[key]
         if tensor is None:
             return None
@@ -425,15 +416,15 @@ class Tracker:
 
     def next_pass(self) -> None:
         """Ends a pass, whose stashed tensors later stages pop, if no other pass of the stage follows."""
-        for key, tensor in self._of_this_pass.items():
+        for key, tensor in self.stashed.items():
             self._from_before[key] = None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
-        self._of_this_pass, self.popped = {}, {}
+        self.stashed, self.popped = {}, {}
 
     def let_go(self) -> Iterator[tuple[Hashable, int]]:
         """Ends a pass whose tensors are not kept: drops one stashed tensor after the other, gives its key and size."""
         self.popped = {}
-        while self._of_this_pass:
-            key, tensor = self._of_this_pass.popitem()
+        while self.stashed:
+            key, tensor = self.stashed.popitem()
             size = 0 if tensor is None else tensor.nbytes
             del tensor
             yield key, size
@@ -490,28 +481,22 @@ def _clock_of(device: torch.device) -> AbstractContextManager[Callable[[], float
 
 
 @contextmanager
-def traceless(device: torch.device) -> Iterator[None]:
-    """Enables gradients, and restores Python's random state and those of the CPU and of the device afterwards."""
-    of_python = random.getstate()
+def traceless(device: torch.device, cpu_workers: int = 1) -> Iterator[None]:
+    """Enables gradients, and uses the threads that each of so many CPU workers has.
+
+    Afterwards the number of threads and the random states of Python, of the CPU and of the device are as before.
+    """
+    of_python, threads = random.getstate(), torch.get_num_threads()
     generators = torch.get_device_module(device) if is_accelerator(device) else None
     which = () if device.type == "mps" else (device,)  # there is one MPS device, and it takes no argument
     of_device = None if generators is None else generators.get_rng_state(*which)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, threads // cpu_workers))
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             yield
     finally:
+        torch.set_num_threads(threads)
         random.setstate(of_python)
         if generators is not None:
             generators.set_rng_state(of_device, *which)
-
-
-@contextmanager
-def threads_of_a_worker(workers: int) -> Iterator[None]:
-    """Uses the number of intra-op threads that each of so many CPU workers has."""
-    threads = torch.get_num_threads()
-    if workers > 1:
-        torch.set_num_threads(max(1, threads // workers))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -68,32 +68,23 @@ class Joined(nn.Module):
         return torch.cat([x, (yield pop("skip"))], dim=1)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_a_popped_tensor_counts_also_if_no_graph_saves_it(schedule: str) -> None:
-    layers = nn.Sequential(nn.Linear(4, 8), Down(), nn.Linear(8, 8), nn.Tanh(), Joined(), nn.Linear(16, 3))
-    pipe = Pipe(
-        layers, 6, "never", balance=[2, 2, 2], devices=["cpu"] * 3, schedule=schedule, loss_fn=functional.cross_entropy
-    )
-    x, y = torch.randn(192, 4), torch.randint(3, (192,))
-    prediction = pipe.predict(x, target=y, timeout=0)
-    pipe(x, target=y)
-    timeline = recorded(pipe, x, y)
-    assert prediction.costs.activation == timeline.costs().activation
-
-
-def test_what_waits_in_a_detached_graph_counts() -> None:
-    layers = nn.Sequential(
+def test_popped_tensors_and_what_waits_count() -> None:
+    joined = nn.Sequential(nn.Linear(4, 8), Down(), nn.Linear(8, 8), nn.Tanh(), Joined(), nn.Linear(16, 3))
+    convolutions = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(432, 3)
     )
-    pipe = Pipe(
-        layers, 4, "never", balance=[2, 2, 2], devices=["cpu"] * 3, schedule="zb-h1", loss_fn=functional.cross_entropy
-    )
-    x, y = torch.randn(16, 3, 16, 16), torch.randint(3, (16,))
-    prediction = pipe.predict(x, target=y, timeout=0)
-    pipe(x, target=y)
-    costs = recorded(pipe, x, y).costs()
-    assert costs.waiting is not None
-    assert list(prediction.costs.waiting) == pytest.approx(list(costs.waiting), rel=0.05)
+    for layers, x in ((joined, torch.randn(192, 4)), (convolutions, torch.randn(16, 3, 16, 16))):
+        pipe = Pipe(
+            layers, 4, "never", balance=[2] * 3, devices=["cpu"] * 3, schedule="zb-h1",
+            loss_fn=functional.cross_entropy,
+        )  # fmt: skip
+        y = torch.randint(3, (len(x),))
+        prediction = pipe.predict(x, target=y, timeout=0)
+        pipe(x, target=y)
+        costs = recorded(pipe, x, y).costs()
+        assert prediction.costs.activation == costs.activation
+        assert costs.waiting is not None
+        assert list(prediction.costs.waiting) == pytest.approx(list(costs.waiting), rel=0.05)
 
 
 @every_mode
@@ -202,45 +193,24 @@ def test_a_skip_may_be_overwritten() -> None:
     assert all(torch.equal(other, seen[0]) for other in seen)
 
 
-def test_a_last_layer_that_returns_the_loss_and_keyword_inputs() -> None:
-    class First(nn.Module):
-        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x, scale
-
-    class Last(nn.Module):
-        def forward(self, x: torch.Tensor, scale: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return functional.mse_loss(x * scale, target)
-
-    pipe = Pipe(nn.Sequential(First(), Last()), 2, balance=[1, 1], devices=["cpu"] * 2, schedule="1f1b")
-    x = torch.randn(4, 2, requires_grad=True)
-    prediction = pipe.predict(x, scale=torch.ones(4, 1), target=torch.zeros(4, 2), timeout=0)
-    assert len(prediction.stages) == 2
-
-
 def test_progress_is_reported_line_by_line(caplog: pytest.LogCaptureFixture) -> None:
     pipe = Pipe(model(), 4, balance=[4, 4], devices=["cpu"] * 2)
     lines: list[str] = []
     pipe.predict(torch.randn(12, 4), timeout=0, progress=lines.append)
-    assert [line.split(":")[0] for line in lines] == ["stage 1 of 2", "stage 2 of 2"]
     with caplog.at_level("INFO", logger="pipework"):
         pipe.predict(torch.randn(12, 4), timeout=0)
-    assert [record.message.split(":")[0] for record in caplog.records] == ["stage 1 of 2", "stage 2 of 2"]
-
-
-def test_bad_input_is_refused_as_by_the_pipe_itself() -> None:
-    pipe = Pipe(model(), 4, balance=[4, 4], devices=["cpu"] * 2)
+    for said in (lines, [record.message for record in caplog.records]):
+        assert [line.split(":")[0] for line in said] == ["stage 1 of 2", "stage 2 of 2"]
     with pytest.raises(TypeError, match="inputs do not have any tensors"):
         pipe.predict(5)
     with pytest.raises(ValueError, match="without layers"):
         Pipe(nn.Sequential()).predict(torch.ones(1))
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "always"), ("interleaved-1f1b", "never")])
 def test_a_step_of_many_chunks_peaks_like_one_of_few(schedule: str, checkpoint: str) -> None:
-    workers = 4 if schedule == "1f1b" else 2
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
-    peaks = []
+    workers, peaks = 4 // SCHEDULES[schedule].stages_per_worker, []
     for chunks in (16, 64):
         pipe = Pipe(
             layers, chunks, checkpoint, balance=[2] * 4, devices=["cpu"] * workers, schedule=schedule,

@@ -66,7 +66,7 @@ def test_nothing_of_the_module_and_no_random_state_changes() -> None:
     assert all(each.grad is None for each in module.parameters())
 
 
-@pytest.mark.parametrize("balance", [[1, 5], [2, 4], [3, 3], [5, 1]])
+@pytest.mark.parametrize("balance", [[1, 5], [3, 3]])
 def test_the_bytes_of_a_stage_follow_from_those_of_its_layers(balance: list[int]) -> None:
     """Compared with what a pipe counts for the same stages."""
     module = layers()
@@ -78,11 +78,6 @@ def test_the_bytes_of_a_stage_follow_from_those_of_its_layers(balance: list[int]
         assert whole * 0.95 - 64 <= sums <= whole * 1.05
 
 
-def test_rows_are_those_that_were_asked_for() -> None:
-    found = measured(rows=[3, 9, 15, 16])
-    assert [row[0].input for row in found.bytes] == [4 * 8 * rows for rows in (3, 9, 15, 16)]
-
-
 def test_a_layer_that_stands_there_twice() -> None:
     layer = nn.Linear(8, 8)
     module = nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(8, 4))
@@ -90,23 +85,6 @@ def test_a_layer_that_stands_there_twice() -> None:
     found = pipework.plan(module, X, target=Y, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=5, timeout=0)
     Pipe(module, plan=found, loss_fn=F.mse_loss)(X, target=Y).backward()
     assert layer.weight.grad is not None
-
-
-class Counting(nn.Module):
-    """A loss that counts its calls."""
-
-    calls = 0
-
-    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return F.mse_loss(output, target)
-
-
-def test_a_loss_that_is_a_module_is_not_called() -> None:
-    loss = Counting()
-    measured(loss_fn=loss)
-    pipework.plan(layers(), X, target=Y, loss_fn=loss, devices=["cpu", "cpu"], iterations=5, timeout=0)
-    assert loss.calls == 0
 
 
 def test_inference_mode_is_left_for_the_measurement() -> None:
@@ -147,10 +125,7 @@ def test_sizes_are_chosen_from_one_micro_batch_for_each_worker_to_many() -> None
     ("options", "error", "message"),
     [
         ({"rows": [0]}, ValueError, "rows has 0: wanted sizes of micro-batches from 1 to 16"),
-        ({"rows": [17]}, ValueError, "rows has 17"),
         ({"rows": []}, ValueError, "rows is empty"),
-        ({"devices": []}, ValueError, "devices is empty"),
-        ({"devices": "cpu"}, TypeError, "device"),
         ({"rates": {}, "devices": None}, ValueError, "rates is empty"),
         ({"rates": {"a": None}}, ValueError, "give either devices=, which are measured, or rates="),
     ],
@@ -160,18 +135,9 @@ def test_nonsense_is_refused(options: dict[str, Any], error: type[Exception], me
         measured(**options)
 
 
-def test_other_modules_are_refused() -> None:
-    with pytest.raises(TypeError, match="Sequential"):
-        profile(nn.Linear(8, 4), X, **QUICK)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no layers"):
-        profile(nn.Sequential(), X, **QUICK)
-
-
 def test_a_plan_from_a_profile_needs_no_model() -> None:
     found = measured()
     assert pipework.plan(found, devices=["cpu", "cpu"], iterations=20, chunks=4).chunks == 4
-    with pytest.raises(ValueError, match="devices is missing: with a profile, name one device"):
-        pipework.plan(found)
 
 
 class InACycle(nn.Module):
