@@ -266,7 +266,7 @@ class PlainModel:
         def stream_of(name: str) -> int | None:
             of_unit = calls[name][counts[name] : counts[name] + 1]
             counts[name] += 1
-            return next((call.stream for call in of_unit if call.place != "glue"), None)
+            return next((call.stream for call in of_unit), None)
 
         start(0)
         with streams_entered({name: model.get_submodule(name) for name in calls}, stream_of, start):

@@ -67,11 +67,6 @@ class Cuttable:
         self.sample = few_rows(sample) if has_rows else arguments_of(sample)
         self.trace, self.result = self._traced()
         self.trace = self.trace.joined(self._traced_in_other_mode())
-        # What runs in every part is no unit, but part of what is around them, and each part has its own.
-        called = {unit_of(call) for call in self.trace.order}
-        glue = {unit_of(call) for call in self.trace.glue} - called
-        self.units = {name: unit for name, unit in self.units.items() if name not in glue}
-        self._skeleton = Skeleton(model, self.units, self.adapter)
         self.groups = self._grouped()
 
     @property
@@ -99,8 +94,7 @@ class Cuttable:
         parts = []
         for start, stop in itertools.pairwise(counts):
             span = PartSpan(self.trace, start, stop, stop == counts[-1])
-            copied, absent_units = self._skeleton.copy(self._local(span))
-            parts.append(Part(copied, span, self.adapter, absent_units))
+            parts.append(Part(self._skeleton.copy(self._local(span))[0], span, self.adapter))
         layers = nn.Sequential(*parts)
         layers.training = self.model.training
         return layers
@@ -189,14 +183,15 @@ class Cuttable:
                 )
 
     def _grouped(self) -> list[list[str]]:
-        """A unit without parameters stays with what stands before it."""
-        groups: list[list[str]] = []
+        """A unit without parameters stays with the one before it, or behind it if it is the first."""
+        groups: list[list[str]] = [[]]
+        has_parameters = False
         for call in self.trace.order:
-            unit = self.units[unit_of(call)]
-            if groups and next(unit.parameters(), None) is None:
-                groups[-1].append(call)
-            else:
-                groups.append([call])
+            if next(self.units[unit_of(call)].parameters(), None) is not None:
+                if has_parameters:
+                    groups.append([])
+                has_parameters = True
+            groups[-1].append(call)
         return groups
 
     def _local(self, span: PartSpan) -> set[str]:
@@ -205,7 +200,7 @@ class Cuttable:
         They are the units that it calls, and the parameters and units of which its forward reads tensors itself.
         """
         owned = [source for source in self.trace.uses if source.kind in ("parameter", "buffer")]
-        local = {unit_of(call) for call in (*self.trace.order[span.start : span.stop], *self.trace.glue)}
+        local = {unit_of(call) for call in self.trace.order[span.start : span.stop]}
         local |= {source.name for source in owned if span.reads(source)}
         if span.is_last:  # what is never called or read must be somewhere
             called = {unit_of(call) for call in self.trace.order}

@@ -22,14 +22,11 @@ from pipework.model.parts.side_effects import (
     ChangesInPlace,
     KeptState,
     LeftTensors,
-    changed_numbers,
     generators_put_back,
-    numbers_of,
     other_tensors,
     put_back,
 )
 from pipework.model.parts.trace import END, CannotCut, PartSpan, Source, Trace, call_name
-from pipework.runtime.random.streams import DROPOUTS
 from pipework.signatures import positional_names as names_of_arguments
 
 if TYPE_CHECKING:
@@ -64,11 +61,11 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         torch_private.DispatchMode.__init__(self)
         own, named = mapped(Tensor, _own_copy, sample)
         message = Message.first(skeleton.adapter.inputs(own, named))
-        self._copy, absent = skeleton.copy({*skeleton.units, *skeleton.own_parameters}, shares=False)
+        self._copy, self._absent_units = skeleton.copy({*skeleton.units, *skeleton.own_parameters}, shares=False)
         self._model = type(skeleton.model).__name__
         span = PartSpan(Trace(self._model, parameters=names_of_arguments(self._copy)), 0, 0, is_last=True)
         device = next((tensor.device for tensor in tensors_in((own, named))), torch.device("cpu"))
-        PartRun.__init__(self, span, message, device, skeleton.adapter.side_outputs, absent)
+        PartRun.__init__(self, span, message, device, skeleton.adapter.side_outputs)
         self._skeleton = skeleton
         self._draw = draw
         self._computes_losses = computes_losses
@@ -76,14 +73,12 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         self._in_place = ChangesInPlace(self._model)
         self._left = LeftTensors(self._model)
         self._inputs: list[tuple[Source, Tensor, int]] = []
-        self._glue: set[str] = set()
         self._uses: dict[Source, set[float]] = defaultdict(set)
         self._sources: dict[int, set[Source]] = {}
         self._kept: list[Tensor] = []  # so that no other tensor gets the memory of one that is followed
         self._filled_in: dict[int, Tensor] = {}
         self._owned: dict[int, str] = {}  # by memory, the name of a parameter or a buffer, which glue must not change
         self._pauses = False
-        self._probes = False
         self.decides = False
 
     def run(self) -> Any:
@@ -131,26 +126,28 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
             self._in_place.merged(self._uses, changed),
             frozenset(changed),
             frozenset(source for source, tensor, version in self._inputs if torch_private.version(tensor) != version),
-            frozenset(self._glue),
             frozenset(source for source, _, _ in self._inputs),
             self._span.trace.parameters,
         )
 
     def call(self, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-        """What the unit returns, without its values."""
+        """What the unit returns, without its values.
+
+        A module without parameters may compute from inputs what the forward reads, such as lengths: it has its values.
+        """
         name = unit.unit_name
         call = call_name(name, self._counts[name])
         self._counts[name] += 1
         given = tensors_in((arguments, keywords))
-        if not any(tensor.requires_grad for tensor in given) and not self._is_unit(unit, arguments, keywords):
-            self._glue.add(call)
-            return self._computed(unit, arguments, keywords)
+        computes = next(unit.parameters(), None) is None and not any(tensor.requires_grad for tensor in given)
         self._use(self._sources_of(held_by((arguments, keywords))), len(self._order))
         self._order.append(call)
         before = self._side_outputs.mark()
         try:
             with self._pausing(), torch.no_grad(), generators_put_back():
-                output = self._form(call, unit, (arguments, dict(keywords)))
+                output = self._form(call, unit, (arguments, dict(keywords)), computes=computes)
+                for hook in torch_private.forward_hooks(self._absent_units[name]):  # those of the model's library
+                    hook(unit, arguments, output)
             beside = self._side_outputs.since(before)
         finally:
             self._side_outputs.remove(before)
@@ -161,13 +158,12 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
                     "cannot be sent to another part: return them in a tuple, list, dict or dataclass"
                 )
         device = given[0].device if given and not given[0].is_meta else self._device
-        output, beside = self._filled((output, beside), call, device)
+        output, beside = self._filled((output, beside), call, device, computes=computes)
         self._side_outputs.add(beside)
         if self._computes_losses and any(each.is_floating_point() and not each.dim() for each in tensors_in(output)):
             with self._pausing():
                 zeros = {each: torch.zeros_like(own, device=self._device) for each, own in unit.named_parameters()}
                 output = _compute(unit, zeros, (arguments, dict(keywords)))
-        output = self._absent_units[name].replay(output, arguments, keywords)
         self._protect(call, output)
         return output
 
@@ -183,12 +179,9 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         """Runs an operator, and follows what it computes."""
         kwargs = dict(kwargs or {})
         self._left.refuse_reading(tensors_in((args, kwargs)))
-        written = [self._owned[key] for key in map(memory_of, _written(func, args, kwargs)) if key in self._owned]
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if self._probes and (written or is_random):
-            raise _KeepsState
         if self._pauses:
             return func(*args, **kwargs)
+        written = [self._owned[key] for key in map(memory_of, _written(func, args, kwargs)) if key in self._owned]
         if written:
             raise CannotCut(
                 f"{self._model}'s forward changes {written[0]} in place, outside of the units at which it is cut, and "
@@ -198,7 +191,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         result = func(*args, **kwargs)
         given = tensors_in((args, kwargs))
         sources = self._sources_of(given)
-        if is_random:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             sources.add(_RANDOM)
             if isinstance(result, Tensor) and result.is_floating_point() and not result.dim():
                 result.fill_(self._draw)
@@ -217,7 +210,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         Raises:
             CannotCut: it registers a hook on a tensor.
         """
-        if self._pauses or self.computing is not None:
+        if self._pauses:
             return
         if function in _READS:
             self._use(self._sources_of(tensors_in(args)), END)
@@ -258,15 +251,14 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         return set().union(*(self._sources.get(memory_of(tensor), ()) for tensor in tensors))
 
     @contextlib.contextmanager
-    def _pausing(self, *, probes: bool = False) -> Iterator[None]:
+    def _pausing(self) -> Iterator[None]:
         """Inside, operators are not followed, as those of a unit; modules compute as without a run."""
-        before = self._pauses, self._probes
-        self._pauses, self._probes = True, probes
+        self._pauses = True
         try:
             with runs.using(None):
                 yield
         finally:
-            self._pauses, self._probes = before
+            self._pauses = False
 
     def _valued(self, tree: Any) -> Any:
         """Arguments of an operator, with zeros for parameters and buffers of the meta device."""
@@ -286,34 +278,12 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
             keywords["device"] = self._device
         return arguments, keywords
 
-    def _is_unit(self, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-        """Whether a module whose inputs have no gradient is a unit, or glue that every part runs.
-
-        A module is a unit if it has parameters, draws random numbers, or keeps a state. That shows when it runs.
-        """
-        if next(unit.parameters(), None) is not None or isinstance(unit, DROPOUTS) or torch_private.has_hooks(unit):
-            return True
-        if any(isinstance(each, torch_private.StatisticsNorm) for each in unit.modules()):
-            return True
-        mark, before = self._side_outputs.mark(), [(module, numbers_of(module)) for module in unit.modules()]
-        with self._pausing(), torch.no_grad(), put_back(unit):
-            copies, named = mapped(Tensor, Tensor.clone, (arguments, dict(keywords)))
-            unit.train()
-            try:
-                with self._pausing(probes=True):
-                    unit.plain_forward(*copies, **named)
-            except _KeepsState:
-                return True
-            except Exception:  # in training it does not take these arguments; its call itself says what is wrong
-                return False
-            finally:
-                self._side_outputs.remove(mark)
-            return any(changed_numbers(module, numbers) for module, numbers in before)
-
-    def _filled(self, tree: Any, call: str, device: torch.device) -> Any:
-        """What a call returned, with zeros for the tensors of the meta device."""
+    def _filled(self, tree: Any, call: str, device: torch.device, *, computes: bool) -> Any:
+        """What a call returned, with zeros in place of its values unless it has computed them."""
 
         def zeros_for(tensor: Tensor) -> Tensor:
+            if computes:
+                return tensor.to(device)
             zeros = torch.zeros_like(tensor, device=device)
             if tensor.is_floating_point() and torch.is_grad_enabled():
                 # No leaf, since the forward may change it in place; and not as large a leaf behind it.
@@ -325,9 +295,11 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         self._follow_leaves("call", call, filled)
         return filled
 
-    def _form(self, call: str, unit: Unit, inputs: Arguments) -> Any:
+    def _form(self, call: str, unit: Unit, inputs: Arguments, *, computes: bool) -> Any:
         """What a unit returns on the meta device; of zeros if it reads values, or has tensors of other classes."""
         tensors = dict((*unit.named_parameters(), *unit.named_buffers()))
+        if computes:
+            return self._on(self._device, call, unit, tensors, inputs, computes=True)
         own = {name: tensor for name, tensor in tensors.items() if type(tensor) not in _PLAIN_TENSORS}
         mark = self._side_outputs.mark()
         if not own:
@@ -347,10 +319,31 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
         return self._on(device, call, unit, tensors, inputs)
 
-    def _on(self, device: torch.device, call: str, unit: Unit, tensors: Mapping[str, Tensor], inputs: Arguments) -> Any:
-        """What a unit returns on a device, with zeros for its tensors; those of other classes stay as they are."""
-        plain = {name: tensor for name, tensor in tensors.items() if type(tensor) in _PLAIN_TENSORS}
-        state = {name: torch.zeros_like(tensor, device=device) for name, tensor in plain.items()}
+    def _on(
+        self,
+        device: torch.device,
+        call: str,
+        unit: Unit,
+        tensors: Mapping[str, Tensor],
+        inputs: Arguments,
+        *,
+        computes: bool = False,
+    ) -> Any:
+        """What a unit returns on a device.
+
+        Args:
+            device: the device.
+            call: of the unit.
+            unit: the unit.
+            tensors: of the unit, by name; those of other classes than PyTorch's own stay as they are.
+            inputs: of the call.
+            computes: whether its tensors have copies of their values, and not zeros.
+        """
+        state = {
+            name: tensor.clone() if computes and not tensor.is_meta else torch.zeros_like(tensor, device=device)
+            for name, tensor in tensors.items()
+            if type(tensor) in _PLAIN_TENSORS
+        }
         moved = mapped(Tensor, lambda tensor: tensor.detach().to(device, copy=True), inputs)
         before, inside = held_by(moved), tensors_in(moved)
         versions = [torch_private.version(tensor) for tensor in inside]
@@ -379,10 +372,6 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._run.before_function(func, args)
         return func(*args, **(kwargs or {}))
-
-
-class _KeepsState(BaseException):
-    """A module draws a random number, or writes to a parameter or a buffer."""
 
 
 class _Plain(nn.Module):

@@ -13,13 +13,12 @@ from torch import nn
 
 from pipework import torch_private
 from pipework.model.parts.run import version_of
-from pipework.model.parts.skeleton import Unit, note_forms, own_attributes, refers_to_module, share
+from pipework.model.parts.skeleton import Unit, own_attributes, refers_to_module, share
 from pipework.model.release import released_from
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    import torch
     from torch import Tensor
 
     from pipework.model.parts.cut import Cuttable
@@ -49,7 +48,6 @@ class Following:
         self._parts = list(parts)
         self._is_whole = is_whole
         self._seen = {name: _state(name, module) for name, module in self._containers.items()}
-        self._dtypes = self._present_dtypes()
         self._classes = {name: type(module) for name, module in self._units.items()}
         self._children = {name: list(module._modules) for name, module in self._containers.items()}
         self._copies: list[tuple[str, list[nn.Module]]] | None = None
@@ -68,12 +66,6 @@ class Following:
         self._refuse_other_modules()
         if self._copies is None:
             self._copies = self._counterparts()
-        dtypes = self._present_dtypes()
-        if dtypes != self._dtypes and self._is_whole:  # a forward may ask for the dtype of parameters of other parts
-            self._dtypes = dtypes
-            for name, copies in self._copies:
-                for each in copies:
-                    note_forms(each, self._containers[name])
         for part in self._parts:
             part.training = self._model.training
         for name, copies in self._copies:
@@ -91,10 +83,6 @@ class Following:
             if not all(_takes_same_way(value, seen.get(key)) for key, value in new.items()):
                 for part in self._parts:
                     part.watch_again()
-
-    def _present_dtypes(self) -> list[torch.dtype | None]:
-        firsts = [next(unit.parameters(), None) for unit in self._units.values()]
-        return [None if first is None else first.dtype for first in firsts]
 
     def _counterparts(self) -> list[tuple[str, list[nn.Module]]]:
         """By the name of a container, its copies in the parts. Units of a copied pipe share attributes again."""
@@ -180,7 +168,7 @@ def _assign(copied: nn.Module, new: Mapping[_Key, Any], gone: Iterable[_Key]) ->
         registries[kind].pop(name, None)
     device = next((buffer.device for buffer in copied._buffers.values() if buffer is not None), None)
     for (kind, name), value in new.items():
-        if kind == "parameter" and name in copied.__dict__.get("elsewhere", ()):
+        if kind == "parameter" and name in copied.__dict__["elsewhere"]:
             continue
         moves = kind == "buffer" and value is not None and device is not None
         registries[kind][name] = value.to(device) if moves else value

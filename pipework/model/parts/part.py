@@ -18,10 +18,9 @@ from pipework.runtime.random.streams import mix
 from pipework.spot_checks import is_checked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from pipework.model.parts.adapter import Adapter
-    from pipework.model.parts.skeleton import AbsentUnit
     from pipework.model.parts.trace import PartSpan
 
 _WATCHED_FIRST: Final = 16  # micro-batches, in which most ways through a forward are taken
@@ -37,7 +36,6 @@ class Part(nn.Module):
         model: a copy of the model's containers around the units of this part.
         span: the calls that this part computes.
         adapter: of the model's library.
-        absent_units: by the name of a unit, what stands in a part in place of the unit.
 
     Attributes:
         state_prefix: without it the names of this part's tensors are those of the model's state dict.
@@ -45,14 +43,11 @@ class Part(nn.Module):
 
     state_prefix: ClassVar[str] = "model."
 
-    def __init__(
-        self, model: nn.Module, span: PartSpan, adapter: Adapter, absent_units: Mapping[str, AbsentUnit]
-    ) -> None:
+    def __init__(self, model: nn.Module, span: PartSpan, adapter: Adapter) -> None:
         super().__init__()
         self.model = model
         self.span = span
         self._adapter = adapter
-        self._absent_units = dict(absent_units)
         self.training = model.training
         self._runs: dict[tuple[bool, bool], int] = {}
 
@@ -63,7 +58,7 @@ class Part(nn.Module):
         else:
             message = Message.first(self._adapter.inputs(arguments, keywords))
         device, side_outputs = self._device(message), self._adapter.side_outputs
-        run = PartRun(self.span, message, device, side_outputs, self._absent_units)
+        run = PartRun(self.span, message, device, side_outputs)
         arguments, named = run.inputs()
         if self.span.is_last:
             named = self._adapter.micro_batch(named)
@@ -124,8 +119,10 @@ class Part(nn.Module):
         def fill() -> None:
             torch.default_generator.manual_seed(mix(seed, zlib.crc32(name.encode()), 0))
             # Also parameters that only other parts have are filled, so that all parts draw the same for the others.
-            absent = module.__dict__.get("elsewhere", {})
-            module.__dict__.update({each: form.tensor(torch.device("cpu")).clone() for each, form in absent.items()})
+            absent = module.__dict__.get("elsewhere", ())
+            module.__dict__.update(
+                {each: torch.empty_like(getattr(module.whole, each), device="cpu") for each in absent}
+            )
             try:
                 for each in fillers:
                     each()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import threading
 import weakref
 from collections import defaultdict
@@ -14,21 +13,16 @@ import torch
 from torch import Tensor
 
 from pipework import torch_private
-from pipework.model.parts.leaves import Absent, flatten, mapped, tensors_in, unflatten
-from pipework.model.parts.trace import EARLIER, GLUE, LATER, Source, positional_names
+from pipework.model.parts.leaves import Absent, flatten, held_by, mapped, tensors_in, unflatten
+from pipework.model.parts.trace import EARLIER, LATER, Source, positional_names
 from pipework.runtime.random.streams import streams_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pipework.model.parts.adapter import SideOutputs
-    from pipework.model.parts.skeleton import AbsentUnit, Unit
+    from pipework.model.parts.skeleton import Unit
     from pipework.model.parts.trace import PartSpan, UnitCall
-
-
-_HOLD_NOTHING = (
-    Tensor, type(None), bool, int, float, complex, str, bytes, slice, range, enum.Enum, torch.dtype, torch.device,
-)  # fmt: skip
 
 
 class LeaveForward(BaseException):
@@ -65,12 +59,9 @@ class PartRun:
         message: from the part before.
         device: of the part.
         side_outputs: the lists to which hooks of units append.
-        absent_units: by the name of a unit, what stands in a part in place of the unit.
 
     Attributes:
-        before: where the side outputs ended before the present call; false: nothing is collected.
-        computing: the unit that computes at present; the modules that it calls are its own affair.
-        replayed: a tuple of what the present absent unit is to return; None: no absent unit is called.
+        is_computing: whether a unit computes at present; the modules that it calls are its own affair.
         watch: notices glue that computes with tensors without values; None: this run is not watched.
     """
 
@@ -80,23 +71,18 @@ class PartRun:
         message: Message,
         device: torch.device,
         side_outputs: SideOutputs,
-        absent_units: Mapping[str, AbsentUnit],
     ) -> None:
         self._span = span
         self._message = message
         self._device = device
         self._side_outputs = side_outputs
-        self._absent_units = absent_units
         self._values, self._beside = dict(message.values), dict(message.beside)
         self._counts: dict[str, int] = defaultdict(int)
         self._returned: list[tuple[str, Tensor, int]] = []  # what the glue must not change: its origin, its version
         self._absent: dict[int, Tensor] = {}
         self._of_form: dict[str, Tensor] = {}  # one tensor without values for all calls of the same form
-        self._reached = False  # whether the unit that computes has called its own forward by way of its twin
         self._start_stream: Callable[[int], None] | None = None
-        self.before: Any = None
-        self.computing: Unit | None = None
-        self.replayed: tuple[Any] | None = None
+        self.is_computing = False
         self.watch: AbsenceWatch | None = None
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -150,29 +136,12 @@ class PartRun:
         call = calls[count]
         if call.place == LATER:
             raise LeaveForward(call.name)
-        if call.place == GLUE:
-            return self._computed(unit, arguments, keywords)
-        if call.place == EARLIER:
-            output = self._from_earlier(call, name, arguments, keywords)
-        else:
-            output = self._compute(call, unit, arguments, keywords)
+        is_earlier = call.place == EARLIER
+        output = self._from_earlier(call) if is_earlier else self._compute(call, unit, arguments, keywords)
         self._enter_stream(call.stream + 1)
         if call.is_changed:  # by the glue, in place; later parts do it again and need the output as it is now
             return mapped(Tensor, Tensor.clone, output)
         self._protect(call.name, output)
-        return output
-
-    def forward(
-        self, unit: Unit, forward: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Any:
-        """What the own forward of a unit returns: the glue calls it, or the call of the unit while hooks collect."""
-        if self.computing is None:
-            return self.call(unit, arguments, keywords)
-        before = self._side_outputs.mark()
-        output = forward(*arguments, **keywords)
-        if self.computing is unit:
-            self._reached = True
-            self._keep_beside(unit, self._side_outputs.since(before))
         return output
 
     def lacks_any(self, tensors: Iterable[Tensor]) -> bool:
@@ -197,47 +166,37 @@ class PartRun:
 
     def _compute(self, call: UnitCall, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """What a unit of this part computes."""
-        leaves = [leaf for value in (*arguments, *keywords.values()) for leaf in flatten(value)[0]]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if self.lacks_any(tensors):
+        tensors = held_by((arguments, keywords))  # also those that an object holds
+        if self.lacks_any(tensors_in((arguments, keywords))):
             raise self.reads_absent(call.name)
-        if not all(isinstance(leaf, _HOLD_NOTHING) for leaf in leaves):  # an object could hold any of them
-            tensors += [tensor for _, tensor, _ in self._returned]
         versions = [version_of(tensor) for tensor in tensors]
         self._enter_stream(call.stream)
-        compute = self._computed if self.watch is None else partial(self.watch.outside, self._computed)
-        output = compute(unit, arguments, keywords, self._side_outputs.mark())
-        if self.before and not self._reached:  # a compiled unit, or one with a forward of its own
-            self._keep_beside(unit, self._side_outputs.since(self.before))
+        before = self._side_outputs.mark()
+        self.is_computing = True
+        try:
+            with contextlib.nullcontext() if self.watch is None else self.watch.outside():
+                output = unit.computed(*arguments, **keywords)
+        finally:
+            self.is_computing = False
+        if beside := self._side_outputs.since(before) if before else {}:
+            self._beside[call.name] = beside
         if versions != [version_of(tensor) for tensor in tensors]:
             self._allow_changes(call, tensors, versions)
         self._values[call.name] = unflatten(*flatten(output))  # the glue may empty a list that it gets
         return output
 
-    def _computed(self, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any], before: Any = None) -> Any:
-        """What a unit computes; by default without a look at what its hooks collect, as every part calls the unit."""
-        self.before, self._reached, self.computing = before, False, unit
-        try:
-            return unit.computed(*arguments, **keywords)
-        finally:
-            self.computing = None
-
-    def _from_earlier(self, call: UnitCall, unit: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    def _from_earlier(self, call: UnitCall) -> Any:
         """What a unit of an earlier part returned."""
         if call.name in self._message.absent:
             form = self._message.absent[call.name]
             if form not in self._of_form:
                 self._of_form[form] = self.absent(Absent.of_text(form))
-            output: Any = self._of_form[form]
-        elif call.name in self._values:
-            if call.name in self._beside:
-                self._side_outputs.add(mapped(Absent, self.absent, self._beside[call.name]))
-            output = mapped(Absent, self.absent, self._values[call.name])
-        else:
+            return self._of_form[form]
+        if call.name not in self._values:
             raise self._other_way(f"{call.name} was called after units that the sample called later")
-        if not self._side_outputs.mark():  # its hooks would collect nothing
-            return output
-        return self._absent_units[unit].replay(output, arguments, keywords)
+        if call.name in self._beside:
+            self._side_outputs.add(mapped(Absent, self.absent, self._beside[call.name]))
+        return mapped(Absent, self.absent, self._values[call.name])
 
     def _allow_changes(self, call: UnitCall, tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
         """Allows what a unit has changed in place, as an activation changes its input. The glue must not do so.
@@ -294,11 +253,6 @@ class PartRun:
         """Notes tensors that the glue must not change in place."""
         self._returned += [(origin, tensor, version_of(tensor)) for tensor in tensors_in(tree)]
 
-    def _keep_beside(self, unit: Unit, beside: Any) -> None:
-        if beside:
-            call = self._span.calls[unit.unit_name][self._counts[unit.unit_name] - 1]
-            self._beside[call.name] = beside
-
     def _enter_stream(self, number: int) -> None:
         if self._start_stream is not None:
             self._start_stream(number)
@@ -344,11 +298,12 @@ class AbsenceWatch(torch_private.ThreadDispatchMode):
             self._run.mark_absent((*made, *torch_private.written_arguments(func, args, kwargs)))
         return result
 
-    def outside(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Calls a function without watching it, so that its operators run as in other steps."""
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Inside, nothing is watched: the operators of a unit run as in other steps."""
         self.__exit__(None, None, None)
         try:
-            return function(*arguments, **keywords)
+            yield
         finally:
             self.__enter__()
 

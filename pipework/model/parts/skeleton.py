@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from pipework import torch_private
 from pipework.model.parts import run as runs
-from pipework.model.parts.leaves import Absent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Set
@@ -36,7 +35,7 @@ class Unit(nn.Module):
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """What the run says that the unit returns; without a run, what the unit computes."""
         run = runs.current()
-        if run is None or run.computing is not None:
+        if run is None or run.is_computing:
             return self.computed(*arguments, **keywords)
         return run.call(self, arguments, keywords)
 
@@ -47,9 +46,9 @@ class Unit(nn.Module):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """What the module's own forward returns; the glue may also call `unit.forward(...)` itself."""
         run = runs.current()
-        if run is None or (run.computing is not None and not run.before):
+        if run is None or run.is_computing:
             return super().forward(*arguments, **keywords)
-        return run.forward(self, super().forward, arguments, keywords)
+        return run.call(self, arguments, keywords)
 
     def plain_forward(self, *arguments: Any, **keywords: Any) -> Any:
         """What the module's own forward returns, without hooks; a module of `torch.compile` runs uncompiled."""
@@ -134,22 +133,12 @@ class AbsentUnit(Unit):
         """Changes nothing: the flag `training` is that of the module elsewhere."""
         return self
 
-    def replay(self, output: Any, arguments: tuple[Any, ...], keywords: Any) -> Any:
-        """What the unit returned in another part, after the hooks that its library has put here have seen it."""
-        if not torch_private.may_have_forward_hooks(self):
-            return output
-        run = runs.current()
-        assert run is not None
-        run.replayed = (output,)
-        return self.computed(*arguments, **keywords)
-
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """What the unit returned in another part."""
         run = runs.current()
         if run is None:
             raise RuntimeError(f"{self.unit_name} runs in another part of the model")
-        replayed, run.replayed = run.replayed, None
-        return run.call(self, arguments, keywords) if replayed is None else replayed[0]
+        return run.call(self, arguments, keywords)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentUnit:
         """An absent unit for the copy of the module, if both are copied together, else for the module itself."""
@@ -169,26 +158,22 @@ class Container(nn.Module):
     The forward may ask for the dtype or the device of the model. It gets that of the whole model, on the part's device.
 
     Attributes:
-        forms: of all parameters that the module has in the whole model.
-        elsewhere: by name, the forms of the module's own parameters that only other parts read.
+        whole: the module in the whole model.
+        elsewhere: the names of the module's own parameters that only other parts read.
     """
 
-    forms: tuple[Absent, ...]
-    elsewhere: dict[str, Absent]
+    whole: AbsentUnit
+    elsewhere: frozenset[str]
 
     def __getattr__(self, name: str) -> Any:
         """A parameter that only other parts read has no values here."""
-        elsewhere = self.__dict__.get("elsewhere")
-        if elsewhere and name in elsewhere:
-            run = runs.current()
-            if run is not None:
-                return run.absent(elsewhere[name])
+        if name in self.__dict__.get("elsewhere", ()) and runs.current() is not None:
+            return getattr(self.whole, name)
         return super().__getattr__(name)
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
         """In a run, tensors without values for all parameters of the module in the whole model."""
-        run = runs.current()
-        return super().parameters(recurse) if run is None else (run.absent(form) for form in self.forms)
+        return super().parameters(recurse) if runs.current() is None else self.whole.parameters(recurse)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """See `Unit.__reduce_ex__`."""
@@ -210,14 +195,6 @@ def twin_of(name: str, module: nn.Module) -> Unit:
 def share(twin: nn.Module, module: nn.Module) -> None:
     """Gives a twin the attributes of a module, from now on."""
     object.__setattr__(twin, "__dict__", vars(module))
-
-
-def note_forms(copied: nn.Module, module: nn.Module) -> None:
-    """Notes the forms of all parameters of a module, of which its copy in a part has some."""
-    copied.__dict__["forms"] = tuple([Absent.of(parameter) for parameter in module.parameters()])
-    elsewhere = copied.__dict__["elsewhere"]
-    own = {name: module._parameters.get(name) for name in elsewhere}
-    elsewhere.update({name: Absent.of(parameter) for name, parameter in own.items() if parameter is not None})
 
 
 @functools.lru_cache(maxsize=1024)
@@ -305,9 +282,10 @@ class Skeleton:
             own: Any = memo[id(module)]
             kind: Any = type(own)
             own.__class__ = _subclass(Container, kind)
-            gone = [each for each in module._parameters if _path(name, each) in self.own_parameters.keys() - local]
-            own.__dict__["elsewhere"] = {each: Absent.of(own._parameters.pop(each)) for each in gone}
-            note_forms(own, module)
+            gone = {each for each in module._parameters if _path(name, each) in self.own_parameters.keys() - local}
+            for each in gone:
+                del own._parameters[each]
+            own.__dict__.update(whole=AbsentUnit(name, module), elsewhere=frozenset(gone))
         return whole, absent
 
 

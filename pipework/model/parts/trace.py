@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 END = math.inf  # the position of the forward's end, behind all calls
-EARLIER, HERE, LATER, GLUE = "earlier", "here", "later", "glue"  # where a call computes; glue does so in every part
+EARLIER, HERE, LATER = "earlier", "here", "later"  # the part in which a call computes, as one part sees it
 
 
 class CannotCut(ValueError):
@@ -54,7 +54,7 @@ class UnitCall(NamedTuple):
     Attributes:
         name: see `call_name`.
         place: where it computes.
-        position: among the calls of the model; that of glue is 0.
+        position: among the calls of the model.
         stream: the number of the random stream from which the unit draws. The glue behind the unit draws from stream
             `stream + 1`, in each part the same numbers, so that they do not depend on the cut.
         is_changed: whether the glue changes in place what it gives.
@@ -88,7 +88,6 @@ class Trace:
             its values.
         changed: the calls whose results the forward changes in place.
         changed_inputs: the inputs that the forward changes in place.
-        glue: calls of modules without parameters that no gradient reaches; every part makes these calls.
         inputs: the tensors that the sample had.
         parameters: the names of the forward's positional arguments.
     """
@@ -98,7 +97,6 @@ class Trace:
     uses: dict[Source, frozenset[float]] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
     changed_inputs: frozenset[Source] = frozenset()
-    glue: frozenset[str] = frozenset()
     inputs: frozenset[Source] = frozenset()
     parameters: tuple[str, ...] = ()
 
@@ -109,7 +107,7 @@ class Trace:
 
     def joined(self, other: Trace | None) -> Trace:
         """What the forward does in either of two dry runs; this trace if their calls differ."""
-        if other is None or (other.order, other.glue) != (self.order, self.glue):
+        if other is None or other.order != self.order:
             return self
         uses = {
             source: self.uses.get(source, frozenset()) | other.uses.get(source, frozenset())
@@ -138,15 +136,12 @@ class PartSpan:
     @cached_property
     def calls(self) -> dict[str, tuple[UnitCall, ...]]:
         """By the name of a unit, its calls in their order."""
-        found: dict[str, dict[int, UnitCall]] = {}
-        places = {call: self._place(number) for call, number in self.trace.positions.items()}
-        for name, place in (*places.items(), *((call, GLUE) for call in self.trace.glue)):
-            unit, _, count = name.rpartition("#")
-            position = self.trace.positions.get(name, 0)
-            found.setdefault(unit, {})[int(count)] = UnitCall(
-                name, place, position, 2 * position + 1, name in self.trace.changed
-            )
-        return {unit: tuple([calls[count] for count in sorted(calls)]) for unit, calls in found.items()}
+        found: dict[str, list[UnitCall]] = {}
+        for position, name in enumerate(self.trace.order):
+            place = EARLIER if position < self.start else HERE if position < self.stop else LATER
+            call = UnitCall(name, place, position, 2 * position + 1, name in self.trace.changed)
+            found.setdefault(unit_of(name), []).append(call)
+        return {unit: tuple(calls) for unit, calls in found.items()}
 
     @cached_property
     def _read_later(self) -> frozenset[Source]:
@@ -160,8 +155,3 @@ class PartSpan:
     def is_sent(self, source: Source) -> bool:
         """Whether the next part gets a tensor; every part gets an input that the sample did not have."""
         return source in self._read_later or (source.kind == "input" and source not in self.trace.inputs)
-
-    def _place(self, position: int) -> str:
-        if position < self.start:
-            return EARLIER
-        return HERE if position < self.stop else LATER

@@ -20,7 +20,7 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, ids: Tensor, mask: Tensor, unused: Tensor | None = None) -> Tensor:
-        keep = self.act(mask - 0.5)  # no gradient: glue
+        keep = self.act(mask - 0.5)
         first = self.blocks[0](self.embed(ids) * keep)
         return self.blocks[1](self.act(first)) * self.scale + first
 
@@ -30,16 +30,16 @@ INPUTS = {"ids": torch.tensor([[1, 2]]), "mask": torch.ones(1, 2, WIDTH), "unuse
 
 def test_units_and_their_uses() -> None:
     trace = Cuttable(Net(), INPUTS, blocks=None).trace
-    assert trace.order == ("embed#0", "blocks.0#0", "act#1", "blocks.1#0")
-    assert trace.glue == {"act#0"}
+    assert trace.order == ("act#0", "embed#0", "blocks.0#0", "act#1", "blocks.1#0")
     assert trace.parameters == ("ids", "mask", "unused")
     assert {source.name for source in trace.inputs} == {"ids", "mask", "unused"}
     assert trace.uses == {
-        Source("input", "ids", 0): {0},
-        Source("input", "mask", 0): {1},
-        Source("call", "embed#0", 0): {1},
-        Source("call", "blocks.0#0", 0): {2, END},
-        Source("call", "act#1", 0): {3},
+        Source("input", "mask", 0): {0},
+        Source("input", "ids", 0): {1},
+        Source("call", "act#0", 0): {2},
+        Source("call", "embed#0", 0): {2},
+        Source("call", "blocks.0#0", 0): {3, END},
+        Source("call", "act#1", 0): {4},
         Source("call", "blocks.1#0", 0): {END},
         Source("parameter", "scale", 0): {END},
     }

@@ -18,7 +18,7 @@ from tests.model.parts.models import WIDTH
 
 def empty_run() -> PartRun:
     span = PartSpan(Trace("Net"), 0, 0, is_last=True)
-    return PartRun(span, Message.first(((), {})), torch.device("cpu"), SideOutputs(), {})
+    return PartRun(span, Message.first(((), {})), torch.device("cpu"), SideOutputs())
 
 
 def test_the_run_of_a_thread() -> None:

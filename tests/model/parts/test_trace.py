@@ -5,7 +5,6 @@ import math
 from pipework.model.parts.trace import (
     EARLIER,
     END,
-    GLUE,
     HERE,
     LATER,
     PartSpan,
@@ -28,7 +27,6 @@ TRACE = Trace(
     {source: frozenset(uses) for source, uses in USES.items()},
     changed=frozenset({"b#0"}),
     changed_inputs=frozenset(),
-    glue=frozenset({"relu#0"}),
     inputs=frozenset({X, Y}),
     parameters=("x", "y"),
 )
@@ -40,7 +38,6 @@ def test_calls_of_a_unit_in_their_order() -> None:
         "a": (UnitCall("a#0", HERE, 0, 1, False), UnitCall("a#1", LATER, 2, 5, False)),
         "b": (UnitCall("b#0", HERE, 1, 3, True),),
         "c": (UnitCall("c#0", LATER, 3, 7, False),),
-        "relu": (UnitCall("relu#0", GLUE, 0, 1, False),),
     }
     assert [call.place for call in SECOND.calls["a"]] == [EARLIER, HERE]
 
