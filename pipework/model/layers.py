@@ -18,7 +18,7 @@ from pipework.model.sequential import PipeSequential, WithDevice
 from pipework.model.state_names import has_own_names, state_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
 
@@ -147,25 +147,24 @@ class Layers(nn.Module):
         The state dict may be that of the whole model: entries of layers of other processes are left out.
         """
         own = self._own_names()
-        if self._elsewhere:
-            kept = {
-                key: value
-                for key, value in state_dict.items()
-                if key in own.values() or not self._elsewhere & {key, key.partition(".")[0]}
-            }
-            whole, state_dict = state_dict, OrderedDict(kept)
-            torch_private.copy_metadata(whole, state_dict)
-        if own:
-            there = [(name, key) for name, key in own.items() if key in state_dict]
-            others = [(key, key) for key in state_dict if key not in own.values()]
-            state_dict = OrderedDict((name, state_dict[key]) for name, key in (*there, *others))
-        if not assign:
-            with self._filling():
-                return self._renamed(super().load_state_dict, state_dict, strict, assign)
-        result = self._renamed(super().load_state_dict, state_dict, strict, assign)
-        self._waiting = True
-        self._materialize()
-        return result
+        known = {*own.values()}
+        loaded = OrderedDict((name, state_dict[key]) for name, key in own.items() if key in state_dict)
+        for key, value in state_dict.items():
+            if key not in known and not self._elsewhere & {key, key.partition(".")[0]}:
+                loaded[key] = value
+        torch_private.copy_metadata(state_dict, loaded)
+        with contextlib.nullcontext() if assign else self._filling():
+            found = super().load_state_dict(loaded, strict and not own, assign)
+            missing = list(dict.fromkeys(state_name(self._modules, name) for name in found.missing_keys))
+            if own and strict and (missing or found.unexpected_keys):
+                raise RuntimeError(
+                    "the state dict is not that of the model of this pipe: "
+                    f"it lacks {missing[:8]}, and {found.unexpected_keys[:8]} are none of the model's"
+                )
+        if assign:
+            self._waiting = True
+            self._materialize()
+        return type(found)(missing, found.unexpected_keys)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Parameters and buffers by name; those of parts of a model have the names that they have in the model."""
@@ -202,19 +201,6 @@ class Layers(nn.Module):
         if not has_own_names(self._modules):
             return {}
         return {name: state_name(self._modules, name) for name in super().state_dict(keep_vars=True)}
-
-    def _renamed(self, load: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-        """Loads; what is missing has names as in a state dict."""
-        if not has_own_names(self._modules):
-            return load(state_dict, strict, assign)
-        found = load(state_dict, False, assign)
-        missing = list(dict.fromkeys(state_name(self._modules, name) for name in found.missing_keys))
-        found = type(found)(missing, found.unexpected_keys)
-        if strict and (missing or found.unexpected_keys):
-            wrong = [("missing", missing), ("unexpected", found.unexpected_keys)]
-            listed = "; ".join(f"{len(names)} {what}, such as {', '.join(names[:8])}" for what, names in wrong if names)
-            raise RuntimeError(f"the state dict is not that of the model of this pipe; {listed}")
-        return found
 
     @contextlib.contextmanager
     def _filling(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipework import torch_private
 from pipework.model.exchange import MetaMemory, move_module, whole_parameters
+from pipework.model.sequential import named_layers
 from pipework.runtime.random.streams import draw_key, mix
 from pipework.signatures import signature_of
 
@@ -63,65 +64,29 @@ def waits(layer: nn.Module, device: torch.device) -> bool:
     return device.type != "meta" and on_meta(layer)
 
 
-def materialize_layers(layers: Sequence[tuple[int, str, nn.Module]], device: torch.device | str, key: int) -> list[str]:
-    """Gives layers on the meta device memory on a device, and initialises them.
-
-    A layer's values depend on the key and its index alone, not on the device or on the other layers: they are drawn on
-    the CPU. Tensors that have data keep it, also if they are tied to tensors without data. Parameters stay the same
-    objects.
-
-    Args:
-        layers: for each layer its index in the un-partitioned module, its name, and the layer.
-        device: the device where they will run.
-        key: from `draw_key`.
-
-    Returns:
-        The names of the layers that cannot be initialised and stay on the meta device (see `unfilled`).
-
-    Raises:
-        RuntimeError: another object refers to a tensor in a way that an exchange would break.
-
-    Example:
-        >>> layer = nn.Linear(2, 3, device="meta")
-        >>> materialize_layers([(0, "first", layer)], "cpu", key=1)
-        []
-        >>> layer(torch.zeros(1, 2)).shape
-        torch.Size([1, 3])
-    """
-    left = []
-    for index, name, layer in layers:
-        if not waits(layer, torch.device(device)):
-            continue
-        try:
-            # The values of a part of a model depend on the names of its modules, not on where the model is cut.
-            with whole_parameters(layer, torch.device(device)):
-                is_left = _initialise(layer, key if hasattr(layer, _OF_LIBRARY) else mix(key, index, 0))
-        except Exception as error:
-            error.add_note(f"while layer {name!r}, which was built on the meta device, was initialised")
-            raise
-        if is_left:
-            left.append(name)
-        else:
-            move_module(layer, torch.device(device))
-    return left
-
-
 def materialize_partitions(
     partitions: Sequence[nn.Sequential],
     devices: Sequence[torch.device],
     first_layers: Sequence[int],
     key: int | None = None,
 ) -> list[str]:
-    """Initialises the layers on the meta device, each on the device of its partition.
+    """Gives layers on the meta device memory on the device of their partition, and initialises them.
+
+    A layer's values depend on the key and its index alone, not on the device or on the other layers: they are drawn on
+    the CPU. Tensors that have data keep it, also if they are tied to tensors without data. Parameters stay the same
+    objects.
 
     Args:
-        partitions: Layers of a module.
-        devices: One for each partition.
-        first_layers: The number of the first layer of each partition in the module.
-        key: The key of the random values; None: drawn from the caller's generator if there are such layers.
+        partitions: layers of a module.
+        devices: one for each partition.
+        first_layers: the index of each partition's first layer in the module.
+        key: the key of the random values; None: drawn from the caller's generator if there are such layers.
 
     Returns:
-        The names of the layers that cannot be initialised.
+        The names of the layers that cannot be initialised and stay on the meta device (see `unfilled`).
+
+    Raises:
+        RuntimeError: another object refers to a tensor in a way that an exchange would break.
 
     Example:
         >>> partition = nn.Sequential(nn.Linear(2, 2, device="meta"))
@@ -132,10 +97,22 @@ def materialize_partitions(
     """
     left = []
     for part, device, first in zip(partitions, devices, first_layers, strict=True):
-        if waits(part, device):
+        for number, (name, layer) in enumerate(named_layers(part), first):
+            if not waits(layer, device):
+                continue
             key = draw_key() if key is None else key
-            named = [(first + n, name, part[n]) for n, name in enumerate(part._modules)]
-            left += materialize_layers(named, device, key)
+            try:
+                # The values of a part of a model depend on the names of its modules, not on where the model is cut.
+                seed = key if hasattr(layer, _OF_LIBRARY) else mix(key, number, 0)
+                with whole_parameters(layer, device):
+                    is_left = _initialise(layer, seed)
+            except Exception as error:
+                error.add_note(f"while layer {name!r}, which was built on the meta device, was initialised")
+                raise
+            if is_left:
+                left.append(name)
+            else:
+                move_module(layer, device)
     return left
 
 

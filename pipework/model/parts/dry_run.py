@@ -19,7 +19,6 @@ from pipework.model.parts import run as runs
 from pipework.model.parts.leaves import flatten, held_by, mapped, tensors_in
 from pipework.model.parts.run import Message, PartRun, memory_of
 from pipework.model.parts.side_effects import (
-    ChangesInPlace,
     KeptState,
     LeftTensors,
     generators_put_back,
@@ -70,7 +69,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         self._draw = draw
         self._computes_losses = computes_losses
         self._order: list[str] = []
-        self._in_place = ChangesInPlace(self._model)
+        self._changing: set[str] = set()
         self._left = LeftTensors(self._model)
         self._inputs: list[tuple[Source, Tensor, int]] = []
         self._uses: dict[Source, set[float]] = defaultdict(set)
@@ -112,8 +111,14 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         """What has been found.
 
         Raises:
-            CannotCut: the forward computes with the values of its `parameters()`.
+            CannotCut: the forward computes with the values of its `parameters()`, or reads what a unit has changed.
         """
+        for source in self._uses:
+            if source.kind == "changed":
+                raise CannotCut(
+                    f"{source.name} changes in place what {self._model}'s forward reads again, and the change stays in "
+                    f"one part: read what {source.name} returns, or compute a new tensor there (inplace=False)"
+                )
         if _PLACEHOLDER in self._uses:
             raise CannotCut(
                 f"{self._model}'s forward computes with the values of self.parameters(), of which each part has some "
@@ -123,8 +128,9 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         return Trace(
             self._model,
             tuple(self._order),
-            self._in_place.merged(self._uses, changed),
+            {source: frozenset(positions) for source, positions in self._uses.items()},
             frozenset(changed),
+            frozenset(self._changing),
             frozenset(source for source, tensor, version in self._inputs if torch_private.version(tensor) != version),
             frozenset(source for source, _, _ in self._inputs),
             self._span.trace.parameters,
@@ -230,8 +236,6 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         for number, leaf in enumerate(flatten(tree)[0]):
             if isinstance(leaf, Tensor):
                 self._follow(leaf, [Source(kind, name, number)])
-                if kind in ("input", "call"):
-                    self._in_place.note_origin(memory_of(leaf), Source(kind, name, number))
                 if kind == "input":
                     self._inputs.append((Source(kind, name, number), leaf, torch_private.version(leaf)))
 
@@ -357,8 +361,8 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         for given, tensor, version in zip(tensors_in(inputs), inside, versions, strict=True):
             if torch_private.version(tensor) != version:
                 self._kept.append(given)
-                key = memory_of(given)
-                self._sources[key] = {self._in_place.note(key, call, len(self._order) - 1)}
+                self._changing.add(call)
+                self._sources[memory_of(given)] = {Source("changed", call, 0)}
         return output
 
 

@@ -43,21 +43,6 @@ class Absent:
         """
         return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
-    @classmethod
-    def of_text(cls, text: str) -> Self:
-        """The form that `str` has written.
-
-        Example:
-            >>> Absent.of_text(str(Absent((2, 3), "float32")))
-            Absent(shape=(2, 3), dtype='float32')
-        """
-        dtype, *shape = text.split()
-        return cls(tuple(map(int, shape)), dtype)
-
-    def __str__(self) -> str:
-        """The form in short, since a message has many of them."""
-        return " ".join([self.dtype, *map(str, self.shape)])
-
     def tensor(self, device: torch.device) -> Tensor:
         """A tensor of this form that takes the memory of one element.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import defaultdict
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,21 +34,18 @@ class Message(NamedTuple):
 
     Attributes:
         inputs: the positional and the keyword arguments of the model.
-        values: by call, what the unit returned.
+        values: by call, what the unit returned, with `Absent` in place of tensors that no later part reads.
         beside: by call, what the unit's hooks collected, such as the router logits of transformers.
-        absent: by call, the shape and dtype of the one tensor that the unit returned, if no later part reads it. Most
-            calls of a long model are here, where they cost little.
     """
 
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     values: dict[str, Any]
     beside: dict[str, Any]
-    absent: dict[str, str]
 
     @classmethod
     def first(cls, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Message:
         """The message to the first part."""
-        return cls(inputs, {}, {}, {})
+        return cls(inputs, {}, {})
 
 
 class PartRun:
@@ -80,7 +77,7 @@ class PartRun:
         self._counts: dict[str, int] = defaultdict(int)
         self._returned: list[tuple[str, Tensor, int]] = []  # what the glue must not change: its origin, its version
         self._absent: dict[int, Tensor] = {}
-        self._of_form: dict[str, Tensor] = {}  # one tensor without values for all calls of the same form
+        self._of_form: dict[Absent, Tensor] = {}  # one tensor without values for all of the same form
         self._start_stream: Callable[[int], None] | None = None
         self.is_computing = False
         self.watch: AbsenceWatch | None = None
@@ -101,17 +98,12 @@ class PartRun:
                 f"{self._span.trace.model}'s forward changes {', '.join(changed)} in place, as it did not for the "
                 "sample: compute a new tensor instead"
             )
-        inputs = self._mapped_inputs(partial(self._thinned, "input"))
-        message = Message(inputs, {}, dict(self._beside), dict(self._message.absent))
+        inputs = self._mapped_inputs(functools.partial(self._thinned, "input"))
+        message = Message(inputs, {}, {})
         for call, output in self._values.items():
-            if call in self._beside:
-                message.values[call], message.beside[call] = self._thinned("call", call, (output, self._beside[call]))
-                continue
-            value = self._thinned("call", call, output)
-            if isinstance(value, Absent):
-                message.absent[call] = str(value)
-            else:
-                message.values[call] = value
+            message.values[call], beside = self._thinned("call", call, (output, self._beside.get(call)))
+            if beside is not None:
+                message.beside[call] = beside
         return message
 
     def begin(self) -> None:
@@ -160,9 +152,10 @@ class PartRun:
     def absent(self, tensor: Tensor | Absent) -> Tensor:
         """A tensor without values in place of one that only another part has."""
         form = tensor if isinstance(tensor, Absent) else Absent.of(tensor)
-        made = form.tensor(self._device)
-        self._absent[memory_of(made)] = made
-        return made
+        if form not in self._of_form:
+            self._of_form[form] = form.tensor(self._device)
+            self.mark_absent([self._of_form[form]])
+        return self._of_form[form]
 
     def _compute(self, call: UnitCall, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """What a unit of this part computes."""
@@ -171,6 +164,8 @@ class PartRun:
             raise self.reads_absent(call.name)
         versions = [version_of(tensor) for tensor in tensors]
         self._enter_stream(call.stream)
+        if call.changes:  # the glue reads what the unit returns, and later parts may need what it was given
+            arguments, keywords = mapped(Tensor, functools.cache(Tensor.clone), (arguments, keywords))
         before = self._side_outputs.mark()
         self.is_computing = True
         try:
@@ -181,47 +176,17 @@ class PartRun:
         if beside := self._side_outputs.since(before) if before else {}:
             self._beside[call.name] = beside
         if versions != [version_of(tensor) for tensor in tensors]:
-            self._allow_changes(call, tensors, versions)
+            raise self._other_way(f"{call.name} changes in place what it is given, as it did not for the sample")
         self._values[call.name] = unflatten(*flatten(output))  # the glue may empty a list that it gets
         return output
 
     def _from_earlier(self, call: UnitCall) -> Any:
         """What a unit of an earlier part returned."""
-        if call.name in self._message.absent:
-            form = self._message.absent[call.name]
-            if form not in self._of_form:
-                self._of_form[form] = self.absent(Absent.of_text(form))
-            return self._of_form[form]
         if call.name not in self._values:
             raise self._other_way(f"{call.name} was called after units that the sample called later")
         if call.name in self._beside:
             self._side_outputs.add(mapped(Absent, self.absent, self._beside[call.name]))
         return mapped(Absent, self.absent, self._values[call.name])
-
-    def _allow_changes(self, call: UnitCall, tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
-        """Allows what a unit has changed in place, as an activation changes its input. The glue must not do so.
-
-        Args:
-            call: of the unit.
-            tensors: those that the unit could reach.
-            versions: of these tensors before the call.
-
-        Raises:
-            RuntimeError: an earlier part computed such a tensor, and the forward reads it again.
-        """
-        trace, start = self._span.trace, self._span.start
-        grown = {memory_of(tensor): version_of(tensor) - then for tensor, then in zip(tensors, versions, strict=True)}
-        for number, (origin, tensor, then) in enumerate(self._returned):
-            more = grown.get(memory_of(tensor), 0)
-            if not more or version_of(tensor) == then:
-                continue
-            of_origin = [use for source, uses in trace.uses.items() if source[:2] == ("call", origin) for use in uses]
-            if trace.positions.get(origin, start) < start and any(use > call.position for use in of_origin):
-                raise RuntimeError(
-                    f"{call.name} changes in place what {origin} returned in an earlier part, and {trace.model}'s "
-                    "forward reads that again: compute a new tensor there (inplace=False)"
-                )
-            self._returned[number] = origin, tensor, then + more
 
     def _input(self, name: str, value: Any) -> Any:
         leaves, form = flatten(value)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipework.model.parts.leaves import held_by, tensors_in
 from pipework.model.parts.skeleton import own_attributes
-from pipework.model.parts.trace import CannotCut, Source
+from pipework.model.parts.trace import CannotCut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -63,38 +63,6 @@ def put_back(module: nn.Module) -> Iterator[None]:
             attributes.update(before)
 
 
-def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """Of each attribute of a module and each buffer the numbers, texts and the like in it; None: it is of another kind.
-
-    Example:
-        >>> module = nn.Module()
-        >>> module.steps, module.sizes, module.scale = 3, [1, 2], None
-        >>> numbers_of(module)
-        {'steps': (<class 'int'>, 3), 'sizes': [1, 2], 'scale': None}
-    """
-    return {name: _numbers_in(value) for name, value in (*own_attributes(module).items(), *module._buffers.items())}
-
-
-def _numbers_in(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if type(value) not in _COLLECTIONS:
-        return None
-    items = [len(value)] if isinstance(value, set) else [*value, *(value.values() if isinstance(value, dict) else ())]
-    return [each if isinstance(each, _PLAIN) else type(each) for each in items]
-
-
-def changed_numbers(module: nn.Module, before: Mapping[str, Any]) -> list[str]:
-    """The attributes of a module in which other numbers are than before.
-
-    Args:
-        module: as it is now.
-        before: what `numbers_of` returned before.
-    """
-    now = {name: numbers for name, numbers in numbers_of(module).items() if numbers is not None}
-    return [name for name, numbers in now.items() if before.get(name) is not None and before[name] != numbers]
-
-
 def other_tensors(unit: nn.Module) -> list[Tensor]:
     """The tensors of a unit that are no parameters: its buffers, and those in other attributes of its modules.
 
@@ -119,9 +87,7 @@ class KeptState:
 
     def __init__(self, units: Mapping[str, nn.Module], containers: Mapping[str, nn.Module]) -> None:
         self._units = [(name, unit, own_attributes(unit)) for name, unit in units.items()]
-        self._containers = [
-            (name, module, numbers_of(module), _tensors_of(module)) for name, module in containers.items()
-        ]
+        self._containers = [(name, module, _contents(module)) for name, module in containers.items()]
 
     def refuse_changes(self, model: str, follows: Callable[[Tensor], bool]) -> None:
         """Raises an error if the forward keeps what each part would keep for itself.
@@ -137,79 +103,38 @@ class KeptState:
                         f"{model}'s forward sets {name}.{each} from outside of the unit {name}, which may run in "
                         "another part: pass it as an argument"
                     )
-        for name, module, numbers, tensors in self._containers:
-            kept = changed_numbers(module, numbers)
-            for each, held in _tensors_of(module).items():
-                known = {id(tensor) for tensor in tensors.get(each, ())}
-                kept += [each] if any(id(tensor) not in known and follows(tensor) for tensor in held) else []
-            if kept:
-                where = f"self.{name}.{kept[0]}" if name else f"self.{kept[0]}"
-                raise CannotCut(
-                    f"{model}'s forward keeps a state in {where}, and each part runs this forward and would keep its "
-                    "own: return it, compute it outside of the forward, or let a unit keep it"
-                )
+        for name, module, before in self._containers:
+            for each, (numbers, tensors) in _contents(module).items():
+                numbers_before, known = before.get(each, (None, []))
+                has_other_numbers = None not in (numbers, numbers_before) and numbers != numbers_before
+                new = [tensor for tensor in tensors if all(tensor is not other for other in known)]
+                if has_other_numbers or any(map(follows, new)):
+                    raise CannotCut(
+                        f"{model}'s forward keeps a state in {f'self.{name}' if name else 'self'}.{each}, and each "
+                        "part runs this forward and would keep its own: return it, compute it outside of the forward, "
+                        "or let a unit keep it"
+                    )
 
 
-def _tensors_of(module: nn.Module) -> dict[str, list[Tensor]]:
-    """The tensors in each attribute of a module and each buffer, and in the objects there."""
-    found: dict[str, list[Tensor]] = {}
+def _contents(module: nn.Module) -> dict[str, tuple[Any, list[Tensor]]]:
+    """Of each attribute of a module and each buffer the numbers, texts and the like, and the tensors in it.
+
+    None in place of numbers: the value is of another kind.
+    """
+    found: dict[str, tuple[Any, list[Tensor]]] = {}
     for name, value in (*own_attributes(module).items(), *module._buffers.items()):
         with contextlib.suppress(Exception):  # some configurations refuse to give an attribute
-            found[name] = held_by(value)
+            found[name] = _numbers_in(value), held_by(value)
     return found
 
 
-class ChangesInPlace:
-    """Tensors that units change in place: the forward may read them before the change or after it, but not both.
-
-    A message holds such a tensor as it is after the change. A later part runs the glue before the change again, and
-    would compute something else with it.
-
-    Args:
-        model: its class, as messages call it.
-    """
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._origins: dict[int, Source] = {}
-        # The tensor before the change (None: the glue has computed it), after it, and the position of the call.
-        self._changes: list[tuple[Source | None, Source, int]] = []
-
-    def note_origin(self, memory: int, source: Source) -> None:
-        """Notes that a tensor is an input, or what a unit has given."""
-        self._origins[memory] = source
-
-    def note(self, memory: int, call: str, position: int) -> Source:
-        """Notes that a call changes a tensor; returns the source of the changed tensor."""
-        after = Source("changed", call, len(self._changes))
-        self._changes.append((self._origins.get(memory), after, position))
-        self._origins[memory] = after
-        return after
-
-    def merged(self, uses: dict[Source, set[float]], changed_by_glue: set[str]) -> dict[Source, frozenset[float]]:
-        """The uses of all tensors; a use after a change counts as a use of the tensor that was changed.
-
-        Args:
-            uses: see `Trace`.
-            changed_by_glue: the calls whose results the forward itself changes in place.
-
-        Raises:
-            CannotCut: another part would read the tensor as it was at another time.
-        """
-        found = {source: set(positions) for source, positions in uses.items()}
-        for before, after, position in reversed(self._changes):
-            read = found.pop(after, set())
-            if before is None or before.name in changed_by_glue:  # each part computes it again
-                is_other = bool(read)
-            else:
-                is_other = any(use > position for use in found.get(before, ()))
-                found.setdefault(before, set()).update(read)
-            if is_other:
-                raise CannotCut(
-                    f"{after.name} changes in place what {self._model}'s forward reads again, or has computed with "
-                    f"before: use what {after.name} returns, or compute a new tensor there (inplace=False)"
-                )
-        return {source: frozenset(positions) for source, positions in found.items()}
+def _numbers_in(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if type(value) not in _COLLECTIONS:
+        return None
+    items = [len(value)] if isinstance(value, set) else [*value, *(value.values() if isinstance(value, dict) else ())]
+    return [each if isinstance(each, _PLAIN) else type(each) for each in items]
 
 
 class LeftTensors:

@@ -38,7 +38,8 @@ class Source(NamedTuple):
     """Where a tensor of the forward comes from: an input, a call of a unit, a parameter, or a buffer of a unit.
 
     Attributes:
-        kind: "input", "call", "parameter" or "buffer"; the last is any tensor of a unit that is no parameter.
+        kind: "input", "call", "parameter", "buffer" (any tensor of a unit that is no parameter), or "changed" (a call
+            has changed the tensor in place).
         name: of the argument, of the call, of the unit, or of the parameter of a container.
         number: among the leaves of the nested value.
     """
@@ -58,6 +59,7 @@ class UnitCall(NamedTuple):
         stream: the number of the random stream from which the unit draws. The glue behind the unit draws from stream
             `stream + 1`, in each part the same numbers, so that they do not depend on the cut.
         is_changed: whether the glue changes in place what it gives.
+        changes: whether it changes in place what it is given.
     """
 
     name: str
@@ -65,6 +67,7 @@ class UnitCall(NamedTuple):
     position: int
     stream: int
     is_changed: bool
+    changes: bool
 
 
 def positional_names(parameters: tuple[str, ...], count: int) -> tuple[str, ...]:
@@ -87,6 +90,7 @@ class Trace:
         uses: by source, the positions of the calls to which it goes; `END`: it goes to the result, or the forward reads
             its values.
         changed: the calls whose results the forward changes in place.
+        changing: the calls that change their arguments in place.
         changed_inputs: the inputs that the forward changes in place.
         inputs: the tensors that the sample had.
         parameters: the names of the forward's positional arguments.
@@ -96,14 +100,10 @@ class Trace:
     order: tuple[str, ...] = ()
     uses: dict[Source, frozenset[float]] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
+    changing: frozenset[str] = frozenset()
     changed_inputs: frozenset[Source] = frozenset()
     inputs: frozenset[Source] = frozenset()
     parameters: tuple[str, ...] = ()
-
-    @cached_property
-    def positions(self) -> dict[str, int]:
-        """The position of each call."""
-        return {call: number for number, call in enumerate(self.order)}
 
     def joined(self, other: Trace | None) -> Trace:
         """What the forward does in either of two dry runs; this trace if their calls differ."""
@@ -113,8 +113,13 @@ class Trace:
             source: self.uses.get(source, frozenset()) | other.uses.get(source, frozenset())
             for source in {**self.uses, **other.uses}
         }
-        changed_inputs = self.changed_inputs | other.changed_inputs
-        return replace(self, uses=uses, changed=self.changed | other.changed, changed_inputs=changed_inputs)
+        return replace(
+            self,
+            uses=uses,
+            changed=self.changed | other.changed,
+            changing=self.changing | other.changing,
+            changed_inputs=self.changed_inputs | other.changed_inputs,
+        )
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,8 @@ class PartSpan:
         found: dict[str, list[UnitCall]] = {}
         for position, name in enumerate(self.trace.order):
             place = EARLIER if position < self.start else HERE if position < self.stop else LATER
-            call = UnitCall(name, place, position, 2 * position + 1, name in self.trace.changed)
+            stream, changes = 2 * position + 1, name in self.trace.changing
+            call = UnitCall(name, place, position, stream, name in self.trace.changed, changes)
             found.setdefault(unit_of(name), []).append(call)
         return {unit: tuple(calls) for unit, calls in found.items()}
 

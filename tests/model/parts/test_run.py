@@ -44,57 +44,16 @@ def test_tensors_without_values_share_the_memory_of_one_element() -> None:
     assert memory_of(made[0]) == memory_of(made)
 
 
-class Activating(nn.Module):
-    """A unit changes in place what a linear layer gave; the forward may read that again."""
+WORDS = torch.arange(2)
 
-    def __init__(self, reads_again: bool, wraps: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.act = InPlace()
-        self.reads_again, self.wraps = reads_again, wraps
+
+class Switch(nn.Linear):
+    """Changes in place what it is given, once that is switched on."""
+
+    on = False
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x)
-        y = self.act(Box(x) if self.wraps else x)
-        z = self.layers[1](y)
-        return self.layers[2](z + x if self.reads_again else z)
-
-
-class Box:
-    def __init__(self, inside: Tensor) -> None:
-        self.inside = inside
-
-
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor | Box) -> Tensor:
-        x = x.inside if isinstance(x, Box) else x
-        return torch.relu_(x.mul_(1)) * self.weight
-
-
-@pytest.mark.parametrize("wraps", [False, True], ids=["given", "held by an object"])
-def test_a_unit_may_change_what_it_is_given(wraps: bool) -> None:
-    model, x = Activating(reads_again=False, wraps=wraps), torch.randn(2, WIDTH)
-    for balance in ([1, 3], [2, 2], [3, 1]):
-        value = x
-        for part in to_sequential(model, x, balance=balance):
-            value = part(value)
-        assert torch.equal(value, model(x))
-
-
-def test_a_unit_must_not_change_what_an_earlier_part_gave_and_is_read_again() -> None:
-    model, x = Activating(reads_again=True), torch.randn(2, WIDTH)
-    first, second = to_sequential(model, x, balance=[1, 3])
-    with pytest.raises(RuntimeError, match=r"act#0 changes in place what layers.0#0 returned in an earlier part"):
-        second(first(x))
-    first, second = to_sequential(model, x, balance=[2, 2])
-    assert torch.equal(second(first(x)), model(x))
-
-
-WORDS = torch.arange(2)
+        return super().forward(x.mul_(2) if self.on else x)
 
 
 class Deciding(nn.Module):
@@ -103,6 +62,7 @@ class Deciding(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers[1] = Switch(WIDTH, WIDTH)
         self.what = what
 
     def forward(self, x: Tensor, words: Tensor, other: int = 1) -> Tensor:
@@ -116,7 +76,7 @@ class Deciding(nn.Module):
                 y.mul_(2)
             elif self.what == "more":
                 z = second(z)
-            else:
+            elif self.what != "unit":
                 return third(z) + first(y) if self.what == "again" else third(y)
         return third(z)
 
@@ -126,6 +86,7 @@ class Deciding(nn.Module):
     [
         ("input", "forward changes input words in place, as it did not for the sample"),
         ("call", r"forward changes layers.0#0 in place, as it did not for the sample"),
+        ("unit", r"layers.1#0 changes in place what it is given, as it did not for the sample"),
         ("more", r"forward calls layers.1 more often than for the sample"),
         ("again", r"forward calls layers.0 more often than for the sample"),
         ("absent", r"layers.2#0 reads a tensor that it did not read for the sample, and which was not sent"),
@@ -133,9 +94,11 @@ class Deciding(nn.Module):
 )
 def test_another_way_than_that_of_the_sample(what: str, message: str) -> None:
     x = torch.randn(2, WIDTH)
-    parts = to_sequential(Deciding(what), {"x": x, "words": WORDS, "other": 1}, balance=[1, 1, 1])
+    model = Deciding(what)
+    parts = to_sequential(model, {"x": x, "words": WORDS, "other": 1}, balance=[1, 1, 1])
 
     def run(other: int) -> Tensor:
+        model.layers[1].on = (what, other) == ("unit", 2)
         value = parts[0](x=x.clone(), words=WORDS.clone(), other=other)
         for part in list(parts)[1:]:
             value = part(value)

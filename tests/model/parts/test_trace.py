@@ -26,6 +26,7 @@ TRACE = Trace(
     ("a#0", "b#0", "a#1", "c#0"),
     {source: frozenset(uses) for source, uses in USES.items()},
     changed=frozenset({"b#0"}),
+    changing=frozenset({"a#1"}),
     changed_inputs=frozenset(),
     inputs=frozenset({X, Y}),
     parameters=("x", "y"),
@@ -35,9 +36,9 @@ FIRST, SECOND = PartSpan(TRACE, 0, 2, is_last=False), PartSpan(TRACE, 2, 4, is_l
 
 def test_calls_of_a_unit_in_their_order() -> None:
     assert FIRST.calls == {
-        "a": (UnitCall("a#0", HERE, 0, 1, False), UnitCall("a#1", LATER, 2, 5, False)),
-        "b": (UnitCall("b#0", HERE, 1, 3, True),),
-        "c": (UnitCall("c#0", LATER, 3, 7, False),),
+        "a": (UnitCall("a#0", HERE, 0, 1, False, False), UnitCall("a#1", LATER, 2, 5, False, True)),
+        "b": (UnitCall("b#0", HERE, 1, 3, True, False),),
+        "c": (UnitCall("c#0", LATER, 3, 7, False, False),),
     }
     assert [call.place for call in SECOND.calls["a"]] == [EARLIER, HERE]
 
