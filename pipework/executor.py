@@ -19,8 +19,7 @@ from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.model.layers import uncalled_hooks
 from pipework.model.layout import Layout
 from pipework.model.loss.check import loss_warnings
-from pipework.model.loss.functions import may_be_other
-from pipework.model.loss.settings import checked_scale
+from pipework.model.loss.settings import checked_scale, may_be_other
 from pipework.model.marks import has_micro_batches, in_micro_batches
 from pipework.model.mini_batch import MiniBatch, required_gradients, requires_gradients
 from pipework.model.row_warnings import OutputRows, batch_second_noticed, modules_with_batch_second

@@ -18,8 +18,7 @@ from pipework.executor import Executor, Settings, checked_debug
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.checkpoint import AS_SCHEDULED, MODES
 from pipework.model.layers import Layers, WrappedModule, refuse_own_behaviour
-from pipework.model.loss.functions import function_identity
-from pipework.model.loss.settings import LossSettings
+from pipework.model.loss.settings import LossSettings, function_identity
 from pipework.model.materialize import on_meta
 from pipework.model.sequential import tuple_rule
 from pipework.model.state_names import state_tensors

@@ -23,9 +23,8 @@ from pipework.distributed.step_calls import Delivered, StepCalls
 from pipework.distributed.transport.groups import gather_numbers
 from pipework.distributed.transport.rank_transport import RankTransport
 from pipework.fsdp_private import fsdp_modules
-from pipework.model.local_parameters import local_dimensions, patterns_of
 from pipework.model.release import release_layers
-from pipework.model.state_names import state_name
+from pipework.model.state_names import local_dimensions, patterns_of, state_name
 from pipework.runtime.random.streams import draw_key
 from pipework.timeline.shared_clock import intervals_as_text, intervals_from_text
 from pipework.values.dtensor import is_dtensor

@@ -24,7 +24,7 @@ from pipework.distributed.health import process_exit
 from pipework.distributed.health.failure_detector import ProcessCalls
 from pipework.distributed.store_prefix import attempt_prefix
 from pipework.distributed.transport.groups import NO_TIMEOUT, break_group
-from pipework.model.local_parameters import patterns_of, texts_of
+from pipework.model.state_names import patterns_of, texts_of
 from pipework.schedule.argument_checks import positive_integers
 
 if TYPE_CHECKING:

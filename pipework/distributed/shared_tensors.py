@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipework.distributed.mesh import Mesh
-    from pipework.model.local_parameters import Dimensions
+    from pipework.model.state_names import Dimensions
 
 _SHOWN: Final = 3  # names in a message
 _WAYS_OUT: Final = (

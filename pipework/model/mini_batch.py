@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from pipework.model.exchange import moved
 from pipework.model.layout import Layout, not_dense
 from pipework.model.marks import NO_ROWS, WHOLE, MicroBatches, flattened, has_micro_batches, is_dense
 from pipework.values import nested
@@ -29,6 +28,19 @@ if TYPE_CHECKING:
     from pipework.values.nested import Structure
 
 _BITS: Final = 30  # each for a tensor, or for every thirtieth
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, for the worker there.
+
+    The host waits only for what goes to the CPU: an accelerator's worker waits for the caller's stream, whereas a CPU
+    worker reads at once.
+
+    Example:
+        >>> moved(torch.ones(2), torch.device("cpu"))
+        tensor([1., 1.])
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 class InputPieces(NamedTuple):

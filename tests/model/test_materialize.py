@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import Pipe, WithDevice, balance_by_size
-from pipework.model.exchange import MetaMemory
-from pipework.model.materialize import filling, materialize_layers, on_meta, unfilled
+from pipework.model.materialize import MetaMemory, filling, materialize_partitions, move_module, on_meta, unfilled
 from pipework.runtime.random.streams import draw_key
 
 CPU = torch.device("cpu")
@@ -83,6 +82,11 @@ def layers() -> nn.Sequential:
     )
 
 
+def materialize(*named: nn.Module, first: int = 0, key: int = 1) -> list[str]:
+    """Initialises layers on the CPU; returns the names of those that cannot be."""
+    return materialize_partitions([nn.Sequential(*named)], [CPU], [first], key)
+
+
 def same(left: nn.Module, right: nn.Module) -> bool:
     one, two = left.state_dict(), right.state_dict()
     return list(one) == list(two) and all(torch.equal(one[name], two[name]) for name in one)
@@ -113,8 +117,8 @@ def test_values_depend_on_the_seed_and_not_on_the_partitions(balance: list[int])
 
 def test_a_layer_depends_on_its_index_alone() -> None:
     first, again, other = (on_meta_device(lambda: nn.Linear(3, 3)) for _ in range(3))
-    assert materialize_layers([(5, "5", first)], "cpu", 7) == []
-    assert materialize_layers([(2, "2", on_meta_device(layers)), (5, "x", again), (6, "6", other)], CPU, 7) == []
+    assert materialize(first, first=5, key=7) == []
+    assert materialize(on_meta_device(layers), again, other, first=4, key=7) == []
     assert same(first, again)
     assert not same(first, other)
 
@@ -186,7 +190,7 @@ def statistics(tensor: Tensor) -> tuple[float, float]:
 )
 def test_modules_are_filled_as_their_constructors_do(make: Callable[[], nn.Module]) -> None:
     built, filled = make(), on_meta_device(make)
-    assert materialize_layers([(0, "0", filled)], "cpu", 1) == []
+    assert materialize(filled) == []
     expected = {**dict(built.named_parameters()), **dict(built.named_buffers())}
     actual = {**dict(filled.named_parameters()), **dict(filled.named_buffers())}
     assert list(actual) == list(expected)
@@ -219,8 +223,8 @@ def test_what_refers_to_parameters_and_what_users_note_on_them_stays() -> None:
 def test_a_module_that_is_two_layers_is_filled_once_with_the_values_of_the_first() -> None:
     shared = on_meta_device(lambda: nn.Linear(3, 3))
     alone = on_meta_device(lambda: nn.Linear(3, 3))
-    materialize_layers([(0, "0", shared), (1, "1", nn.ReLU()), (2, "2", shared)], "cpu", 5)
-    materialize_layers([(0, "0", alone)], "cpu", 5)
+    materialize(shared, nn.ReLU(), shared)
+    materialize(alone)
     assert same(shared, alone)
 
 
@@ -288,7 +292,7 @@ def replace(module: ByHand) -> None:
 def test_ways_to_fill(reset: Callable[[Any], object]) -> None:
     layer = on_meta_device(lambda: ByHand(reset))
     weight = layer.weight
-    assert materialize_layers([(0, "0", layer)], "cpu", 1) == []
+    assert materialize(layer) == []
     assert layer.weight is weight
     assert not layer.weight.isnan().any()
     assert not any(tensor.is_meta for tensor in (layer.weight, layer.count, layer.flags))
@@ -336,7 +340,7 @@ def test_layers_that_cannot_be_filled_stay_and_say_what_is_left(make: Callable[[
     good = on_meta_device(lambda: nn.Linear(2, 2))
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    assert materialize_layers([(0, "first", layer), (1, "second", good)], "cpu", 1) == ["first"]
+    assert materialize(layer, good) == ["0"]
     assert unfilled(layer).splitlines() == left
     assert all(a is b for a, b in zip(tensors, [*layer.parameters(), *layer.buffers()], strict=True))
     assert all(tensor.is_meta for tensor in tensors)
@@ -355,7 +359,7 @@ def test_a_parent_may_fill_what_its_children_do_not() -> None:
                 nn.init.ones_(scale)
 
     layer = on_meta_device(Parent)
-    assert materialize_layers([(0, "0", layer)], "cpu", 1) == []
+    assert materialize(layer) == []
     assert [scale.tolist() for scale in layer.scales] == [[1, 1], [1, 1, 1]]
 
 
@@ -505,3 +509,60 @@ def test_values_do_not_depend_on_the_device() -> None:
         pipes.append(Pipe(on_meta_device(layers), balance=[3, 3], devices=devices))
     assert pipes[1][0].weight.device.type != "cpu"
     assert same(pipes[0], nn.Sequential(*pipes[1]).cpu())
+
+
+# ---- Memory for tensors on the meta device ---------------------------------------------------------------------------
+
+
+def test_tied_tensors_get_memory_once_and_stay_tied() -> None:
+    first, second = nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, device="meta")
+    second.weight = first.weight
+    memory = MetaMemory(nn.Sequential(first, second), CPU)
+    assert len(memory.tensors) == 3
+    assert second.weight is first.weight
+    assert first.weight.device == CPU
+
+
+def test_tensors_with_data_are_left_alone() -> None:
+    layer = nn.Linear(2, 2)
+    assert MetaMemory(layer, CPU).tensors == []
+
+
+def test_floats_are_filled_when_no_number_is_missing() -> None:
+    layer = nn.Linear(2, 2, bias=False, device="meta")
+    memory = MetaMemory(layer, CPU)
+    with torch.no_grad():
+        layer.weight[0].fill_(1.0)
+        assert memory.is_written(layer.weight)
+        assert not memory.is_filled(layer.weight)
+        layer.weight[1].fill_(1.0)
+    assert memory.is_filled(layer.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_of_integers_it_is_known_that_they_were_written(dtype: torch.dtype) -> None:
+    layer = nn.Module()
+    layer.register_buffer("mask", torch.ones(2, dtype=dtype, device="meta"))
+    memory = MetaMemory(layer, CPU)
+    assert not memory.is_filled(layer.mask)
+    layer.mask.zero_()
+    assert memory.is_filled(layer.mask)
+
+
+@pytest.mark.gpu
+def test_a_module_keeps_its_parameters_gradients_and_what_it_shares() -> None:
+    gpu = torch.accelerator.current_accelerator()
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.GRU(2, 2), nn.BatchNorm1d(2))
+    module[1].weight = module[0].weight
+    module[0].weight.grad = torch.ones(2, 2)
+    parameters, values = [*module.parameters()], [parameter.detach().clone() for parameter in module.parameters()]
+    for device in (gpu, torch.device("cpu"), gpu):
+        move_module(module, device)
+        assert all(now is before for now, before in zip(module.parameters(), parameters, strict=True))
+        assert {parameter.device.type for parameter in parameters} == {device.type}
+        assert module[1].weight is module[0].weight
+        assert module[0].weight.grad.device.type == device.type
+        assert all(torch.equal(now.cpu(), value) for now, value in zip(parameters, values, strict=True))
+    output, _ = module[2](torch.ones(3, 2, 2, device=gpu))
+    output.sum().backward()
+    assert module[2].weight_hh_l0.grad is not None

@@ -1,27 +1,157 @@
-"""The settings of the loss inside of a pipe."""
+"""The settings of the loss inside of a pipe, and what is known of its function.
+
+`cross_entropy` divides by the weights of the targets that count, not by rows: over a mini-batch whose micro-batches
+have unequal numbers of padded targets, a mean by rows is another one.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
-from pipework.model.loss.functions import IGNORED, CountedTargets, unwrapped
+from pipework import torch_private
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.stage.loss import InnerLoss, mean_weights
+from pipework.signatures import signature_of
 from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
     from pipework.runtime.stage.loss import SeenLoss
     from pipework.runtime.transport import Message
+
+IGNORED: Final = -100  # PyTorch's default, which tokenizers and data collators use, too
+_FUNCTIONS: Final = (functional.cross_entropy, functional.nll_loss)
+_MODULES: Final = (nn.CrossEntropyLoss, nn.NLLLoss)
+_FORWARDS: Final = tuple([module.forward for module in _MODULES])
+
+
+def unwrapped(function: Any) -> tuple[Any, dict[str, Any], bool]:
+    """The function or module inside of partials and compiled wrappers, and what the partials bind.
+
+    Returns:
+        The innermost function; the keywords that partials bind, where an outer one's replace those of an inner one; and
+        whether partials bind positional arguments, too.
+
+    Example:
+        >>> function, keywords, _ = unwrapped(functools.partial(functional.cross_entropy, ignore_index=0))
+        >>> function is functional.cross_entropy, keywords
+        (True, {'ignore_index': 0})
+    """
+    keywords: dict[str, Any] = {}
+    binds_positions = False
+    while True:
+        inside = torch_private.uncompiled(function)
+        if isinstance(function, functools.partial):
+            keywords = {**function.keywords, **keywords}
+            binds_positions = binds_positions or bool(function.args)
+            inside = function.func
+        if inside is function:
+            return function, keywords, binds_positions
+        function = inside
+
+
+def may_be_other(function: Any) -> bool:
+    """Whether a loss function may be no mean or sum over rows: it is none of PyTorch's, which say what they are.
+
+    Example:
+        >>> may_be_other(nn.MSELoss()), may_be_other(nn.functional.l1_loss), may_be_other(lambda output, target: output)
+        (False, False, True)
+    """
+    function, _, _ = unwrapped(function)
+    if isinstance(function, nn.Module):
+        return type(function).__module__ != nn.modules.loss.__name__
+    return function is not None and getattr(function, "__module__", "") != functional.__name__
+
+
+def function_identity(function: Any) -> list[Any] | None:
+    """The name of a function and its floats, as JSON values, which are the same in all processes.
+
+    Only floats that are arguments count. An integer or a text may be the number of a process or its device, another
+    attribute may be a time: these differ rightly.
+
+    Args:
+        function: a function, a `functools.partial`, or an object that can be called; None gives None.
+
+    Example:
+        >>> function_identity(nn.CrossEntropyLoss(label_smoothing=0.1))
+        ['CrossEntropyLoss', {'label_smoothing': 0.1}]
+    """
+    if function is None:
+        return None
+    inner, bound, _ = unwrapped(function)
+    named = inner if isinstance(getattr(inner, "__qualname__", None), str) else type(inner)
+    settings = bound
+    if named is not inner:
+        own = getattr(inner, "__dict__", {})
+        settings = {name: own[name] for name in signature_of(named.__init__).parameters if name in own} | bound
+    return [named.__qualname__, {name: value for name, value in settings.items() if type(value) is float}]
+
+
+@dataclass(frozen=True)
+class CountedTargets:
+    """Which targets a loss counts, and how much.
+
+    Attributes:
+        ignored: the target that does not count.
+        weight: of each class; None: all count alike.
+    """
+
+    ignored: int = IGNORED
+    weight: Tensor | None = None
+
+    @classmethod
+    def of(cls, function: Any) -> Self | None:
+        """Of a loss of PyTorch's, compiled or bound as a partial, too; None: it is another function.
+
+        Example:
+            >>> CountedTargets.of(nn.CrossEntropyLoss(ignore_index=0))
+            CountedTargets(ignored=0, weight=None)
+            >>> CountedTargets.of(functional.mse_loss) is None
+            True
+        """
+        function, bound, binds_positions = unwrapped(function)
+        if isinstance(function, _MODULES) and type(function).forward in _FORWARDS and not binds_positions:
+            return cls(function.ignore_index, function.weight)
+        if function not in _FUNCTIONS or binds_positions:
+            return None
+        return cls(bound.get("ignore_index", IGNORED), bound.get("weight"))
+
+    def amounts(self, targets: Sequence[Any]) -> list[float] | Tensor | None:
+        """How much the target of each micro-batch counts; None: they are no numbers of classes, and rows count.
+
+        On an accelerator the numbers stay there, as one tensor, unless classes have weights: these may sum to 0 where
+        targets count, and whoever takes the mean must know that beforehand.
+
+        Example:
+            >>> CountedTargets().amounts([torch.tensor([1, 2]), torch.tensor([3, -100])])
+            [2.0, 1.0]
+        """
+        if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
+            return None
+        # On an accelerator each transfer waits: one for all, and nothing here has a size that depends on values.
+        # Bytes would wrap around in a comparison with -100.
+        flat = [target.flatten().long() for target in targets]
+        together = pad_sequence(flat, batch_first=True, padding_value=self.ignored)
+        ignored = together == self.ignored
+        if self.weight is None:
+            counts = (~ignored).sum(1)
+            if is_accelerator(counts.device):
+                return counts
+        else:
+            weight = self.weight.to(together.device, torch.promote_types(self.weight.dtype, torch.float32))
+            counts = weight[together.masked_fill(ignored, 0)].masked_fill(ignored, 0).sum(1)
+        return list(map(float, counts.tolist()))
+
 
 REDUCTIONS = ("mean", "sum")
 
@@ -93,8 +223,9 @@ class LossSettings:
             reader: if workers are processes, the rank that reads the target.
         """
         where = "" if reader is None else f" on every rank; {_not_there(reader)}"
+        how = "give Pipe a loss_fn and call" if self.function is None else "call"
         return ValueError(
-            f"schedule {schedule!r} computes the loss inside and got no target: {self._call} {call}(x, target=y){where}"
+            f"schedule {schedule!r} computes the loss inside and got no target: {how} {call}(x, target=y){where}"
             ". For outputs alone use torch.no_grad() or pipe.eval(); for a loss outside of the pipe choose "
             "schedule='gpipe'"
         )
@@ -107,12 +238,8 @@ class LossSettings:
         """
         return ValueError(
             f"there is no target ({_not_there(reader)}), so the loss is outside, and every process must compute it: "
-            f'call pipe(x, outputs="all") and take the same loss there; or {self._call} pipe(x, target=y)'
+            'call pipe(x, outputs="all") and take the same loss there; or call pipe(x, target=y), with a loss_fn'
         )
-
-    @property
-    def _call(self) -> str:
-        return "give Pipe a loss_fn and call" if self.function is None else "call"
 
     def place(self, device: torch.device) -> None:
         """Moves the buffers of a loss function that is a module, such as the weights of classes."""
@@ -142,7 +269,7 @@ class LossSettings:
             seen: see `InnerLoss`.
         """
         weights = None if self.reduction == "sum" or targets is None else mean_weights(self._amounts(targets, rows))
-        if targets is not None and (isinstance(scale, torch.Tensor) or scale != 1.0):
+        if targets is not None and (isinstance(scale, Tensor) or scale != 1.0):
             weights = tuple([weight * scale for weight in weights or (1.0,) * len(rows)])
         factor: float | Tensor = 1.0
         scaler = self.grad_scaler
@@ -166,17 +293,16 @@ class LossSettings:
             return rows if amounts is None else amounts
         weights = [self.weight(nested.unflatten(*target)) for target in targets]
         for number, weight in enumerate(weights):
-            if not (isinstance(weight, SupportsFloat) and getattr(weight, "ndim", 0) == 0):
+            if not isinstance(weight, SupportsFloat) or getattr(weight, "ndim", 0):
                 got = f"a tensor of shape {tuple(weight.shape)}" if hasattr(weight, "shape") else type(weight).__name__
                 raise TypeError(f"loss_weight gave {got} for micro-batch {number}: wanted a number of at least 0")
-        if all(isinstance(weight, torch.Tensor) for weight in weights):  # on an accelerator the host waits once
+        if all(isinstance(weight, Tensor) for weight in weights):  # on an accelerator the host waits once
             weights = torch.stack(weights).tolist()
-        for number, weight in enumerate(weights):
-            if not float(weight) >= 0:
-                raise ValueError(
-                    f"loss_weight gave {float(weight)} for micro-batch {number}: wanted a number of at least 0"
-                )
-        return list(map(float, weights))
+        amounts = list(map(float, weights))
+        for number, amount in enumerate(amounts):
+            if not amount >= 0:
+                raise ValueError(f"loss_weight gave {amount} for micro-batch {number}: wanted a number of at least 0")
+        return amounts
 
     def padding_warning(self, targets: Sequence[Message], rows: Sequence[int]) -> str | None:
         """A text, once, if targets on the CPU are padded unequally and the mean does not leave the padding out.
@@ -223,7 +349,7 @@ def checked_scale(scale: Any, device: torch.device) -> float | Tensor:
         return 1.0
     trains = getattr(scale, "requires_grad", False)
     if isinstance(scale, SupportsFloat) and getattr(scale, "ndim", 0) == 0 and not trains:
-        if isinstance(scale, torch.Tensor) and is_accelerator(scale.device) and is_accelerator(device):
+        if isinstance(scale, Tensor) and is_accelerator(scale.device) and is_accelerator(device):
             return scale.to(device, torch.float32)
         if 0.0 < float(scale) < math.inf:
             return float(scale)

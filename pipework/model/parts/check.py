@@ -97,7 +97,7 @@ def _difference(expected: Any, actual: Any) -> str | None:
     try:
         torch.testing.assert_close(tensors_in(actual), tensors_in(expected), rtol=0, atol=0, equal_nan=True)
     except AssertionError as error:
-        return str(error)
+        return " ".join(str(error).split())
     return None
 
 

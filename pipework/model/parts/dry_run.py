@@ -301,14 +301,11 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
 
     def _form(self, call: str, unit: Unit, inputs: Arguments, *, computes: bool) -> Any:
         """What a unit returns on the meta device; of zeros if it reads values, or has tensors of other classes."""
-        tensors = dict((*unit.named_parameters(), *unit.named_buffers()))
-        if computes:
-            return self._on(self._device, call, unit, tensors, inputs, computes=True)
-        own = {name: tensor for name, tensor in tensors.items() if type(tensor) not in _PLAIN_TENSORS}
-        mark = self._side_outputs.mark()
-        if not own:
+        own = {name: tensor for name, tensor in _tensors_of(unit).items() if type(tensor) not in _PLAIN_TENSORS}
+        if not own and not computes:
+            mark = self._side_outputs.mark()
             try:
-                return self._on(_META, call, unit, tensors, inputs)
+                return self._on(_META, call, unit, inputs)
             except CannotCut:
                 raise
             except Exception:  # it reads values; if something else is wrong, that shows again
@@ -320,41 +317,26 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
                     "nobody but its library can say what it gives: load such weights before the model is cut, on each "
                     "rank"
                 )
-        device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
-        return self._on(device, call, unit, tensors, inputs)
+        device = next((tensor.device for tensor in own.values()), self._device if computes else torch.device("cpu"))
+        return self._on(device, call, unit, inputs, computes=computes)
 
-    def _on(
-        self,
-        device: torch.device,
-        call: str,
-        unit: Unit,
-        tensors: Mapping[str, Tensor],
-        inputs: Arguments,
-        *,
-        computes: bool = False,
-    ) -> Any:
-        """What a unit returns on a device.
+    def _on(self, device: torch.device, call: str, unit: Unit, inputs: Arguments, *, computes: bool = False) -> Any:
+        """What a unit returns on a device, with zeros for its tensors, or with copies of them if it computes.
 
-        Args:
-            device: the device.
-            call: of the unit.
-            unit: the unit.
-            tensors: of the unit, by name; those of other classes than PyTorch's own stay as they are.
-            inputs: of the call.
-            computes: whether its tensors have copies of their values, and not zeros.
+        Its tensors of other classes than PyTorch's own stay as they are.
         """
-        state = {
-            name: tensor.clone() if computes and not tensor.is_meta else torch.zeros_like(tensor, device=device)
-            for name, tensor in tensors.items()
-            if type(tensor) in _PLAIN_TENSORS
-        }
+        tensors = _tensors_of(unit)
+        for name, tensor in tensors.items():
+            if type(tensor) in _PLAIN_TENSORS:
+                has_values = computes and not tensor.is_meta
+                tensors[name] = tensor.clone() if has_values else torch.zeros_like(tensor, device=device)
         moved = mapped(Tensor, lambda tensor: tensor.detach().to(device, copy=True), inputs)
         before, inside = held_by(moved), tensors_in(moved)
         versions = [torch_private.version(tensor) for tensor in inside]
         self._left.calling = call
         try:
             with put_back(unit):
-                output = _compute(unit, {**tensors, **state}, moved)
+                output = _compute(unit, tensors, moved)
             self._left.note(before, moved, inputs)
         finally:
             self._left.calling = ""
@@ -388,6 +370,10 @@ class _Plain(nn.Module):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """What the unit computes."""
         return self.unit.plain_forward(*arguments, **keywords)
+
+
+def _tensors_of(unit: Unit) -> dict[str, Tensor]:
+    return dict((*unit.named_parameters(), *unit.named_buffers()))
 
 
 def _compute(unit: Unit, tensors: Mapping[str, Tensor], inputs: Arguments) -> Any:

@@ -48,7 +48,7 @@ class Following:
         self._parts = list(parts)
         self._is_whole = is_whole
         self._seen = {name: _state(name, module) for name, module in self._containers.items()}
-        self._classes = {name: type(module) for name, module in self._units.items()}
+        self._classes = {name: type(unit) for name, unit in self._units.items()}
         self._children = {name: list(module._modules) for name, module in self._containers.items()}
         self._copies: list[tuple[str, list[nn.Module]]] | None = None
 

@@ -77,17 +77,6 @@ class Counting(nn.Module):
         return functional.mse_loss(output, target) * self.calls
 
 
-class Weighed:
-    """An object that is called, and is no module."""
-
-    def __init__(self) -> None:
-        self.mean = 0.0
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * output.mean().item()
-        return functional.mse_loss(output, target)
-
-
 def masked(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target, ignore_index=-1)
 
@@ -114,7 +103,6 @@ RIGHT: dict[str, tuple[Callable[..., Any], str]] = {
     "of PyTorch": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0])), "classes"),
     "near 0": (lambda output, target: (output - output.detach()).mean(), "rows"),
     "a state": (Counting(), "rows"),
-    "another state": (Weighed(), "rows"),
     "overwriting": (overwriting, "rows"),
     "drawing": (drawing, "rows"),
     "with a gradient": (with_gradient, "rows"),
@@ -251,17 +239,6 @@ def test_a_function_is_called_once_more_and_buffers_do_not_see_it() -> None:
     assert counting.calls == 4
 
 
-class Root(nn.MSELoss):
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return super().forward(output, target).sqrt()
-
-
-def test_modules_of_the_whole_batch() -> None:
-    x = rows_of(16)
-    with pytest.warns(PipeWarning, match="is no mean over rows"):
-        pipe_of(Root())(x, target=x)
-
-
 def test_a_failed_step_keeps_no_sample() -> None:
     def finite(output: Tensor, target: Tensor) -> Tensor:
         if target.isnan().any():
@@ -296,19 +273,6 @@ def test_the_step_keeps_its_bits(checkpoint: str) -> None:
         reference = reference_step(layers, x, y, loss_fn, chunks=4, key=key)
         assert torch.equal(loss, reference.loss)
         assert all(torch.equal(p.grad, grad) for p, grad in zip(layers.parameters(), gradients, strict=True))
-
-
-def test_what_a_loss_overwrites_is_overwritten_once() -> None:
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        output.data.sub_(1)
-        return functional.mse_loss(output, target.mul_(2))
-
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    pipe = Pipe(layers, 4, balance=[1, 1], devices=["cpu"] * 2, schedule="1f1b", loss_fn=loss_fn)
-    x, target = rows_of(16), torch.ones(16, 4)
-    _, output = pipe(x, target=target, return_output=True)
-    assert torch.equal(target, torch.full((16, 4), 2.0))
-    torch.testing.assert_close(output, layers(x).detach() - 1)
 
 
 def test_compiled_functions_are_not_compiled_for_other_rows() -> None:

@@ -1,8 +1,8 @@
 """The loss inside as its user describes it: `target`, `loss_fn`, reductions and weights, and what the pipe returns."""
 
 import copy
+import functools
 import math
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipework import MicroBatches, NoChunk, Pipe, PipeSequential, PipeWarning
-from pipework.model.loss.settings import LossSettings
+from pipework.model.loss.settings import CountedTargets, LossSettings, function_identity, unwrapped
 from pipework.schedule import interleaved_1f1b, one_forward_one_backward
 from pipework.testing import reference_step
 
@@ -108,15 +108,6 @@ def test_any_schedule_and_any_number_of_rows(schedule: Any, workers: int, rows: 
     loss = pipe(x, target=y)
     loss.backward()
     assert torch.equal(loss, expected)
-    assert same_gradients(pipe, plain)
-
-
-def test_more_workers_than_micro_batches() -> None:
-    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
-    pipe = Pipe(copy.deepcopy(plain), 2, balance=[1] * 8, devices=["cpu"] * 8, schedule="1f1b", loss_fn=F.mse_loss)
-    x, y = torch.randn(3, 4), torch.randn(3, 4)
-    reference_step(plain, x, y, F.mse_loss, 2, key=0)
-    pipe(x, target=y).backward()
     assert same_gradients(pipe, plain)
 
 
@@ -228,13 +219,6 @@ def test_a_missing_target_is_refused_and_nothing_drawn(way: Any) -> None:
         pipe(torch.randn(6, 4))
     torch.set_rng_state(state)
     pipe(torch.randn(6, 4), target=torch.randn(6)).backward()
-
-
-@pytest.mark.parametrize("way", ["gpipe", "looped-bfs"], indirect=True)
-def test_schedules_whose_forwards_come_first_need_no_target(way: Any) -> None:
-    pipe = way.pipe(layers(), 3, balance=[1, 1, 1, 1])
-    pipe(torch.randn(6, 4)).sum().backward()
-    assert pipe[0].weight.grad is not None
 
 
 @pytest.mark.parametrize(
@@ -407,25 +391,6 @@ def test_a_mean_of_nothing_is_not_a_number(way: Any, loss_fn: Any, hidden: bool)
         torch.testing.assert_close(a.grad, e.grad, equal_nan=True)
 
 
-@inside
-@pytest.mark.filterwarnings("ignore:loss_fn .distance. is no weighted mean")  # which is meant
-def test_weights_are_asked_for_in_order_before_anything_runs(way: Any) -> None:
-    happened: list[Any] = []
-
-    class Look(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            happened.append("forward")
-            return x
-
-    def weight(target: Tensor) -> int:
-        happened.append(target.tolist())
-        return 1
-
-    pipe = way.pipe(nn.Sequential(Look(), *layers()[:3]), 2, balance=[1] * 4, loss_weight=weight)
-    pipe(torch.randn(3, 4), target=torch.arange(3.0))
-    assert happened[:3] == [[0.0, 1.0], [2.0], "forward"]
-
-
 @pytest.mark.parametrize("weight", [-1.0, math.nan, torch.tensor(-0.5)])
 def test_a_weight_below_zero_is_refused_before_anything_runs(weight: Any) -> None:
     pipe = Pipe(
@@ -495,24 +460,180 @@ def test_targets_with_other_numbers_of_tensors() -> None:
     torch.testing.assert_close(loss, F.cross_entropy(nn.Sequential(*pipe)(torch.cat(parts)), torch.cat(labels)))
 
 
-# Copies
+# What is known of functions
 
 
-@inside
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
-@pytest.mark.parametrize("used", [True, False])
-def test_copies_train_alike(way: Any, duplicate: Callable[[Pipe], Pipe], used: bool) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
-    pipe = way.pipe(layers(), 3, balance=[1] * 4, loss_fn=criterion, loss_weight=len, grad_scaler=scaler)
-    x, y = torch.randn(7, 4), torch.randint(3, (7,))
-    if used:
-        pipe(x, target=y)
-    twin = duplicate(pipe)
-    assert (twin.balance, twin.schedule(), str(twin)) == (pipe.balance, pipe.schedule(), str(pipe))
-    losses = [model(x, target=y) for model in (pipe, twin)]
-    for loss in losses:
-        scaler.scale(loss).backward()
-    assert torch.equal(*losses)
-    assert same_gradients(twin, pipe)
-    assert all(a is not b for a, b in zip(pipe.parameters(), twin.parameters(), strict=True))
+class Focal(nn.Module):
+    def __init__(self, gamma: float, rank: int = 0) -> None:
+        super().__init__()
+        self.gamma = gamma
+        self.rank = rank
+        self.began = object()
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).abs().pow(self.gamma).mean()
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    return torch.compile(function, backend="eager")
+
+
+def plain(output: Tensor, target: Tensor, scale: float = 1.0) -> Tensor:
+    return (output - target).mean() * scale
+
+
+ALIKE: dict[str, Callable[[int], Any]] = {
+    "nothing": lambda rank: None,
+    "a module of PyTorch": lambda rank: nn.CrossEntropyLoss(torch.ones(3), label_smoothing=0.1).train(rank == 0),
+    "a lambda": lambda rank: lambda output, target: (output - target).abs().mean(),
+    "a partial": lambda rank: partial(plain, scale=2.0, device=f"cuda:{rank}", rank=rank),
+    "a module of one's own": lambda rank: Focal(2.0, rank),
+    "compiled on one rank": lambda rank: compiled(plain) if rank else plain,
+    "scripted": lambda rank: torch.jit.script(nn.MSELoss()),
+}
+OTHERS: list[tuple[Any, Any]] = [
+    (None, F.mse_loss),
+    (nn.MSELoss(), nn.L1Loss()),
+    (nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss()),
+    (partial(plain, scale=1.0), partial(plain, scale=2.0)),
+    (Focal(1.0), Focal(2.0)),
+]
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_the_same_function_is_told_alike(kind: str) -> None:
+    assert function_identity(ALIKE[kind](0)) == function_identity(ALIKE[kind](1))
+
+
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_other_functions_are_told_apart(number: int) -> None:
+    one, other = OTHERS[number]
+    assert function_identity(one) != function_identity(other)
+
+
+WEIGHT = torch.tensor([1.0, 2.0, 0.5, 4.0, 0.0], dtype=torch.float64)
+
+
+class Subclass(nn.CrossEntropyLoss):
+    """Computes what its base does."""
+
+
+class Own(nn.CrossEntropyLoss):
+    """Computes something else."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().forward(output * 2, target)
+
+
+LOSSES = {
+    "function": F.cross_entropy,
+    "ignored class": nn.CrossEntropyLoss(ignore_index=3),
+    "weights of classes": nn.CrossEntropyLoss(weight=WEIGHT),
+    "weights in a partial": partial(F.cross_entropy, weight=WEIGHT, ignore_index=1),
+    "subclass": Subclass(ignore_index=3),
+    "smoothed": partial(F.cross_entropy, label_smoothing=0.1),
+}
+
+
+def padded_batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 6, dtype=torch.float64), torch.randint(0, 5, (16,))
+    y[:7] = -100  # the first micro-batch has nothing else
+    return x, y
+
+
+def ignored(loss_fn: Any) -> int:
+    counted = CountedTargets.of(loss_fn)
+    assert counted is not None
+    return counted.ignored
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_the_mean_is_over_the_targets_that_count(name: str, schedule: str) -> None:
+    loss_fn: Callable[..., Any] = LOSSES[name]
+    x, y = padded_batch()
+    y[:7] = ignored(loss_fn)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    plain = copy.deepcopy(module)
+    pipe = Pipe(module, 4, schedule=schedule, loss_fn=loss_fn, balance=[1, 2], devices=["cpu", "cpu"])
+    loss, expected = pipe(x, target=y), loss_fn(plain(x), y)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    loss.backward()
+    expected.backward()
+    for parameter, own in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, own.grad, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "weights in a partial"])  # they stay on the CPU
+@pytest.mark.parametrize("padded_rows", [7, 16])
+def test_what_stays_on_the_device_weighs_as_on_the_host(name: str, padded_rows: int) -> None:
+    gpu = torch.accelerator.current_accelerator()
+    x, y = padded_batch()
+    y[:padded_rows] = ignored(LOSSES[name])
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    results = []
+    for device in ("cpu", f"{gpu.type}:0"):
+        layers, loss_fn = copy.deepcopy(module), copy.deepcopy(LOSSES[name])
+        pipe = Pipe(layers, 4, schedule="1f1b", loss_fn=loss_fn, balance=[1, 2], devices=[device] * 2)
+        loss = pipe(x, target=y)
+        loss.backward()
+        results.append([loss.detach().cpu(), *(parameter.grad.cpu() for parameter in pipe.parameters())])
+    tolerance = 0 if gpu.type == "sim" else 1e-9
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@functools.wraps(F.cross_entropy)
+def wrapping(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output * 2, target)
+
+
+INNER = partial(F.cross_entropy, ignore_index=3)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "counted"),
+    [
+        (None, None),
+        (F.mse_loss, None),
+        (partial(F.cross_entropy, torch.ones(1)), None),
+        (nn.CrossEntropyLoss(ignore_index=3), CountedTargets(3)),
+        (nn.NLLLoss(ignore_index=3), CountedTargets(3)),
+        (Subclass(ignore_index=3), CountedTargets(3)),
+        (Own(ignore_index=3), None),
+        (F.cross_entropy, CountedTargets()),
+        (INNER, CountedTargets(3)),
+        (partial(compiled(F.cross_entropy), ignore_index=3), CountedTargets(3)),
+        (partial(compiled(INNER), ignore_index=1), CountedTargets(1)),
+        (wrapping, None),
+    ],
+)
+def test_which_targets_a_function_counts(loss_fn: Any, counted: CountedTargets | None) -> None:
+    assert CountedTargets.of(loss_fn) == counted
+    if loss_fn is not None:
+        assert CountedTargets.of(compiled(loss_fn)) == counted
+        assert unwrapped(compiled(loss_fn))[0] is unwrapped(loss_fn)[0]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_reduction_in_a_partial_or_a_compiled_function_is_seen(reduction: str) -> None:
+    for loss_fn in (partial(F.cross_entropy, reduction=reduction), F.cross_entropy):
+        with pytest.raises(ValueError, match=r"loss_fn \(cross_entropy\) has reduction='"):
+            LossSettings(compiled(loss_fn), "mean" if loss_fn is not F.cross_entropy else "sum")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_weights_are_summed_exactly(dtype: torch.dtype) -> None:
+    targets = [torch.zeros(1023, dtype=torch.long), torch.zeros(255, dtype=torch.long)]
+    targets[0][0] = -100
+    assert CountedTargets(weight=torch.ones(2, dtype=dtype)).amounts(targets) == [1022.0, 255.0]
+
+
+def test_a_byte_is_no_negative_number_and_probabilities_count_by_rows() -> None:
+    targets = [torch.tensor([156, 1], dtype=torch.uint8), torch.tensor([0], dtype=torch.uint8)]
+    assert CountedTargets().amounts(targets) == [2.0, 1.0]
+    assert CountedTargets(156).amounts(targets) == [1.0, 1.0]
+    assert CountedTargets(156, torch.arange(200.0)).amounts(targets) == [1.0, 0.0]
+    assert CountedTargets().amounts([torch.rand(3, 4)]) is None

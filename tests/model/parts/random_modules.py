@@ -272,12 +272,12 @@ class RandomModule(nn.Module):
     def make_before_in_place(self) -> None:
         self.rounds = True
         first = self.unit(nn.Linear(WIDTH, WIDTH))
-        self.add("before_in_place", first, self.name_of(nn.ReLU(inplace=True)), self.some(), gives=3)
+        self.add("before_in_place", first, self.name_of(nn.ReLU(inplace=True)), self.some(), gives=2)
 
     def run_before_in_place(self, values: Any, mask: Any, first: int, name: str, given: int) -> Any:
         y = self.units[first](values[given])
         before = y * 2
-        return [before, self.named[name](y), y]
+        return [before, self.named[name](y)]
 
     def make_norm(self) -> None:
         self.add("named", self.name_of(nn.BatchNorm1d(WIDTH)), self.some())
@@ -285,7 +285,7 @@ class RandomModule(nn.Module):
     def make_relu(self) -> None:
         first = self.unit(nn.Linear(WIDTH, WIDTH))
         self.add("unit", first, self.some(), False)
-        self.add("named", self.name_of(nn.ReLU(inplace=self.choices[0].random() < 0.5)), self.count - 1)
+        self.add("named", self.name_of(nn.ReLU()), self.count - 1)
 
     def make_dropout(self) -> None:
         self.draws = True

@@ -50,7 +50,12 @@ def test_nothing_changes() -> None:
 
 @pytest.mark.parametrize(
     ("other", "where"),
-    [(lambda x: x + 1, "differs by up to"), (lambda x: x[:1], ""), (lambda x: x.double(), ""), (lambda x: [x], "")],
+    [
+        (lambda x: x + 1, "Greatest absolute difference"),
+        (lambda x: x[:1], ""),
+        (lambda x: x.double(), ""),
+        (lambda x: [x], ""),
+    ],
     ids=["values", "shape", "dtype", "nesting"],
 )
 def test_a_difference_is_named(other: Any, where: str) -> None:

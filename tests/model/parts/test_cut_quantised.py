@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import Pipe, load_checkpoint, save_checkpoint, to_sequential
-from pipework.model.exchange import move_module
+from pipework.model.materialize import move_module
 from tests.model.parts.harness import assert_exact, assert_same, attached, loss_in, plain_step
 from tests.model.parts.models import WIDTH, batch_of
 from tests.model.parts.quantised import LINEARS, Eight, EightLinear, Packed, PackedLinear, Quantised, QuantisedBlock

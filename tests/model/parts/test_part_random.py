@@ -1,4 +1,4 @@
-"""Modules with random forwards, cut at random: bitwise as without a pipe, or refused, and never silently different."""
+"""Modules with random forwards, cut at random: bitwise as without a pipe."""
 
 import copy
 
@@ -25,16 +25,10 @@ def test_a_random_module(seed: int) -> None:
     batch = batch_for(model, seed)
     sample = batch_for(model, seed + 1)  # its arguments are in another order
     sample = {name: value[:4] if isinstance(value, Tensor) else value for name, value in sample.items()}
-    try:
-        groups = len(Cuttable(model, sample, blocks=None).groups)
-        settings = settings_for(groups, seed)
-        plain = copy.deepcopy(model)
-        pipe = attach(model, sample, **settings)
-    except ValueError as error:
-        before = any(step[0] == "before_in_place" for step in model.steps)
-        if before and "changes in place what" in str(error):
-            return
-        raise
+    groups = len(Cuttable(model, sample, blocks=None).groups)
+    settings = settings_for(groups, seed)
+    plain = copy.deepcopy(model)
+    pipe = attach(model, sample, **settings)
     torch.manual_seed(seed)
     loss = loss_in(model(**batch))
     loss.backward()
