@@ -1,7 +1,5 @@
 import copy
-import inspect
 import pickle
-import re
 import threading
 
 import pytest
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipework import Pipe
-from pipework.model.batchnorm import DeferredBatchNorm, Moments, convert_deferred_batch_norm, merged
+from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.runtime.stage.execution_views import View
 from pipework.runtime.stage.recomputation import checkpointing, recomputing
 
@@ -106,29 +104,6 @@ class TestEqualToBatchNormOnTheWholeMiniBatch:
         torch.testing.assert_close(deferred.running_mean.float(), batch.float().mean(0), rtol=tolerance, atol=0)
         torch.testing.assert_close(deferred.running_var.float(), batch.float().var(0), rtol=tolerance, atol=0)
 
-    @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float32])
-    @pytest.mark.parametrize("parameter_dtype", [torch.bfloat16, torch.float32, torch.float64])
-    def test_mixed_types_work_where_they_work_in_batch_norm(self, input_dtype, parameter_dtype):
-        ordinary = nn.BatchNorm1d(3, dtype=parameter_dtype)
-        deferred = convert_deferred_batch_norm(copy.deepcopy(ordinary), 1)
-        batch = torch.randn(8, 3, dtype=input_dtype)
-        try:
-            expected = ordinary(batch)
-        except RuntimeError as error:
-            with pytest.raises(RuntimeError, match=re.escape(str(error))):
-                deferred(batch)
-        else:
-            assert torch.equal(deferred(batch), expected)
-            same_statistics(deferred, ordinary, tolerance=1e-5 if parameter_dtype.itemsize > 2 else 1e-2)
-
-    def test_autocast(self):
-        ordinary = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        deferred = convert_deferred_batch_norm(copy.deepcopy(ordinary), 1)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            batch = torch.randn(8, 3)
-            assert torch.equal(deferred(batch), ordinary(batch))
-        same_statistics(deferred[1], ordinary[1], tolerance=1e-6)
-
 
 class TestEachMicroBatch:
     @pytest.mark.parametrize("dimensions", [0, 1, 2, 3])
@@ -145,17 +120,6 @@ class TestEachMicroBatch:
                 results.append([output, *torch.autograd.grad(output.pow(3).sum(), [x, *batch_norm.parameters()])])
             assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
-    def test_may_be_differentiated_twice(self):
-        deferred = DeferredBatchNorm(2, dtype=torch.float64)
-        x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradgradcheck(lambda x: deferred(x).tanh(), (x,))
-
-    def test_too_few_values_are_the_error_of_batch_norm(self):
-        deferred = DeferredBatchNorm(3)
-        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
-            deferred(torch.randn(1, 3))
-        assert deferred.num_batches_tracked == 0
-
     @pytest.mark.parametrize("dimensions", [1, 2, 3])
     def test_the_dimensions_are_checked_as_by_the_class_that_was_replaced(self, dimensions):
         ordinary = ORDINARY[dimensions](2)
@@ -171,16 +135,6 @@ class TestEachMicroBatch:
 
 
 class TestCommit:
-    def test_comes_by_itself_after_chunks_forwards(self):
-        ordinary = nn.BatchNorm1d(3, dtype=torch.float64)
-        deferred = convert_deferred_batch_norm(copy.deepcopy(ordinary), 4)
-        for _ in range(2):
-            batch = torch.randn(8, 3, dtype=torch.float64)
-            for micro_batch in batch.chunk(4):
-                deferred(micro_batch)
-            ordinary(batch)
-            same_statistics(deferred, ordinary)
-
     def test_comes_once_and_only_from_outside_in_a_mini_batch_of_a_pipe(self):
         deferred = DeferredBatchNorm(3, chunks=2)
         before = statistics(deferred)
@@ -229,25 +183,6 @@ class TestCommit:
             compiled(torch.randn(4, 3))
         compiled(torch.randn(4, 3))
         assert len(deferred._collected.moments) == 2
-
-    def test_without_a_count_of_batches(self):
-        """As after loading the state of a very old version."""
-        ordinary, deferred = nn.BatchNorm1d(3), DeferredBatchNorm(3)
-        ordinary.num_batches_tracked = deferred.num_batches_tracked = None
-        batch = torch.randn(4, 3)
-        ordinary(batch)
-        deferred(batch)
-        torch.testing.assert_close(deferred.running_var, ordinary.running_var)
-
-    def test_without_grad_mode(self):
-        ordinary, deferred = nn.BatchNorm1d(3), DeferredBatchNorm(3, chunks=2)
-        batch = torch.randn(4, 3)
-        ordinary(batch)
-        with torch.inference_mode():
-            deferred(batch[:2])
-        with torch.no_grad():
-            deferred(batch[2:])
-        same_statistics(deferred, ordinary, tolerance=1e-6)
 
 
 class TestWhatIsCollected:
@@ -301,23 +236,6 @@ class TestWhatIsCollected:
         deferred.commit()
         ordinary(batches.reshape(-1, 3))
         same_statistics(deferred, ordinary)
-
-    def test_moves_with_the_module(self):
-        deferred = DeferredBatchNorm(3, chunks=2)
-        deferred(torch.randn(4, 3))
-        deferred.double()
-        deferred(torch.randn(4, 3, dtype=torch.float64))
-        assert deferred.running_mean.dtype == torch.float64
-        assert deferred.num_batches_tracked == 1
-
-
-def test_merged_groups_are_the_whole():
-    values = torch.randn(20, 3, dtype=torch.float64)
-    groups = [Moments(len(x), x.mean(0), x.var(0, correction=0) * len(x)) for x in values.split([1, 7, 12])]
-    for whole in (merged(groups), merged([groups[0], merged(groups[1:])])):
-        assert whole.count == 20
-        torch.testing.assert_close(whole.mean, values.mean(0))
-        torch.testing.assert_close(whole.deviations, values.var(0, correction=0) * 20)
 
 
 class TestConvert:
@@ -404,17 +322,6 @@ def test_a_pipe_that_cannot_be_made_leaves_the_module_as_it_was():
         Pipe(module, 2, deferred_batch_norm=True, balance=[9], devices=["cpu"])
     assert type(batch_norm) is nn.BatchNorm1d
     assert module[1] is batch_norm
-
-
-@pytest.mark.skipif("bias" not in inspect.signature(nn.BatchNorm1d).parameters, reason="PyTorch 2.11 has no bias=False")
-def test_without_bias():
-    assert DeferredBatchNorm(3, bias=False).bias is None
-
-
-def test_not_affine_and_its_repr():
-    deferred = DeferredBatchNorm(3, affine=False, chunks=4)
-    assert list(deferred.parameters()) == []
-    assert repr(deferred).endswith("track_running_stats=True, chunks=4)")
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from pipework import Pipe
-from pipework.model.checkpoint import checkpointed_micro_batches, is_checkpointing, is_recomputing
+from pipework.model.checkpoint import is_checkpointing, is_recomputing
 
 
 class Look(nn.Module):
@@ -49,15 +49,6 @@ def test_nothing_is_checkpointed_without_a_graph_or_in_evaluation() -> None:
     assert len(pipe[0].seen) == 4
 
 
-def test_each_partition_follows_its_own_training_flag() -> None:
-    pipe = Pipe(nn.Sequential(Look(), Look()), 2, "always", balance=[1, 1], devices=["cpu"] * 2)
-    pipe.partitions[1].eval()
-    pipe(torch.arange(2.0)[:, None]).sum().backward()
-    assert len(pipe[0].seen) == 4
-    assert len(pipe[1].seen) == 2
-    assert all(layer.weight.grad is not None for layer in pipe)
-
-
 @pytest.mark.parametrize("fail_in", [FIRST, AGAIN])
 def test_the_flags_are_reset_after_a_failure(fail_in: tuple[bool, bool]) -> None:
     class Fail(Look):
@@ -72,7 +63,3 @@ def test_the_flags_are_reset_after_a_failure(fail_in: tuple[bool, bool]) -> None
     with torch.no_grad():
         pipe(torch.zeros(2, 1))
     assert pipe[0].seen[-1][1:] == ONLY
-
-
-def test_how_many_micro_batches() -> None:
-    assert checkpointed_micro_batches("except_last", 1) == 0

@@ -1,7 +1,6 @@
 import copy
 import warnings
 from collections import OrderedDict, UserDict, deque, namedtuple
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from pipework import Chunk, MicroBatches, NoChunk, Pipe, PipeWarning, attach
 from pipework.model.layout import Layout, has_entries, may_be_offsets, values_in
-from pipework.model.marks import WHOLE, flattened
-from pipework.torch_private import pytree
+from pipework.model.marks import flattened
 
 CC = ["cpu", "cpu"]
 
@@ -68,20 +66,6 @@ def test_what_is_ambiguous_is_warned_of_once_by_its_name(case: str) -> None:
         made()[0](ids(*shape), position_ids=value)
     made()[0](ids(*shape), NoChunk(value))
     made(1)[0](ids(*shape), value)  # nothing is cut
-
-
-def test_values_inside_of_others_have_names() -> None:
-    pipe, _ = made()
-    with pytest.warns(PipeWarning) as seen:
-        pipe(ids(4, 6), images={"a": [torch.zeros(4, 4)]}, rest=torch.zeros(4))
-    assert [str(each.message).split(" has ")[0] for each in seen] == ["\"images['a'][0]\"", "'rest'"]
-
-
-@pytest.mark.parametrize("value", [torch.zeros(4), torch.zeros(4, 3, 2), {"a": torch.zeros(4, 1)}, (torch.zeros(4),)])
-def test_what_is_clear_is_not(value: Any) -> None:
-    pipe, first = made()
-    pipe(ids(4, 6), value)
-    assert [len(pytree.tree_leaves(each)[0]) for each in first.seen] == [2, 2]
 
 
 def test_a_dimension_that_is_said_is_cut_and_its_gradients_are_joined() -> None:
@@ -224,13 +208,6 @@ def test_what_has_an_entry_for_each_row_and_is_not_cut_is_refused(case: str) -> 
     assert sorted(first.seen) == [1, 2]
 
 
-def test_one_mask_for_all_rows_goes_to_all() -> None:
-    mask = create_block_mask(lambda b, h, q, k: q >= k, None, 1, 128, 128, device="cpu")
-    pipe, first = made()
-    pipe(ids(4, 6), mask)
-    assert all(each is mask for each in first.seen)
-
-
 def test_unequal_rows_name_the_arguments_and_the_ways() -> None:
     with pytest.raises(ValueError, match=r"'ids' .*\(7, 4\).*'position_ids\[0\]' has the shape \(5,\).*Chunk"):
         made()[0](ids(7, 4), [torch.zeros(5 + n) for n in range(7)])
@@ -358,20 +335,6 @@ def test_an_argument_that_is_none_in_the_sample_is_cut_when_it_is_there() -> Non
     torch.testing.assert_close(got, model(**later))
 
 
-def test_marks_in_a_sample_tell() -> None:
-    given = sample(position_ids=Chunk(torch.zeros(3, 3, 5), dim=1), extra=NoChunk(["a", "b", "c"]))
-    assert Layout.of_sample((), "labels", (), given).dims == {
-        "ids": 0, "labels": 0, "position_ids": 1,
-        "extra": WHOLE, "extra[0]": WHOLE, "extra[1]": WHOLE, "extra[2]": WHOLE,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_copy_knows_as_much(copied: Callable[[Layout], Layout]) -> None:
-    layout = copied(Layout.of_sample(("x",), "y", (torch.ones(2, 3),), {}))
-    assert (layout.names, layout.target, layout.dims) == (("x",), "y", {"x": 0})
-
-
 # Values and what their sizes say
 
 
@@ -415,14 +378,6 @@ class Holding:
 )
 def test_names(value: Any, names: list[str]) -> None:
     assert [each.name for each in values_in("x", value)] == names
-
-
-def test_marks_are_those_of_all_that_is_inside() -> None:
-    def marks(value: Any) -> list[int | None]:
-        return [each.mark for each in values_in("x", value)]
-
-    assert marks([X, NoChunk({"a": X}), Chunk((X,), dim=-1)]) == [None, None, WHOLE, 0, 1]
-    assert marks(NoChunk("text")) == [WHOLE]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,15 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        self.own = Own()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.linear(x))
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
         self.factor = nn.Parameter(torch.empty(4))
         self.register_buffer("shift", torch.empty(4), persistent=False)
         self.reset_parameters()
@@ -26,11 +35,11 @@ class Block(nn.Module):
             self.shift.copy_(torch.arange(4.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.factor + self.shift
+        return x * self.factor + self.shift
 
 
-class Net(nn.Module):
-    """Two of its blocks, perhaps on two stages, share a weight."""
+class Net(Own):
+    """Has tensors beside its units. Two of its blocks, perhaps on two stages, share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +48,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         for block in self.blocks:
-            x = x + block(x)
+            x = x + block(x) * self.factor + self.shift
         return x if labels is None else nn.functional.mse_loss(x, labels)
 
 
@@ -49,29 +58,7 @@ class Unfilled(Net):
         self.blocks[2].other = nn.Parameter(torch.empty(4))
 
 
-class Beside(nn.Module):
-    """Fills what it has itself, beside its units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.empty(4))
-        self.register_buffer("shift", torch.empty(4), persistent=False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(4))
-        self.blocks[3][0].weight = self.blocks[0][0].weight
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.factor)
-        with torch.no_grad():
-            self.shift.copy_(torch.arange(4.0))
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        for block in self.blocks:
-            x = x + block(x) * self.factor + self.shift
-        return x if labels is None else nn.functional.mse_loss(x, labels)
-
-
-class BesideUnfilled(Beside):
+class BesideUnfilled(Net):
     def __init__(self) -> None:
         super().__init__()
         self.other = nn.Parameter(torch.empty(4))
@@ -90,44 +77,25 @@ def on_meta(kind: Callable[[], Any], *balance: int) -> tuple[Any, Pipe]:
     return model, attach(model, BATCH, chunks=2, balance=balance, devices=["cpu"] * len(balance))
 
 
-def values_in_each_cut(kind: Callable[[], Any], check: Callable[[Any, Pipe], None]) -> dict[str, Tensor]:
-    """The values of a model, which are the same in each cut, and are trained there."""
+def test_values_do_not_depend_on_the_cut_and_are_trained() -> None:
     states, losses = [], []
     for balance in ((4,), (2, 2), (1, 2, 1)):
-        model, pipe = on_meta(kind, *balance)
+        model, pipe = on_meta(Net, *balance)
         optimizer = torch.optim.AdamW(model.parameters())
         loss = model(**BATCH)
         loss.backward()
         states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         losses.append(loss.item())
         optimizer.step()
-        check(model, pipe)
+        shifts = [*(block.own.shift for block in model.blocks), *(part.get_submodule("model").shift for part in pipe)]
+        assert all(torch.equal(shift, torch.arange(4.0)) for shift in shifts)
+        assert model.shift is pipe[0].get_submodule("model").shift
+        assert model.blocks[3].linear.weight is model.blocks[0].linear.weight
+        assert not any(tensor.is_meta for tensor in pipe.state_dict().values())
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     for state in states[1:]:
         assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())
-    return states[0]
-
-
-def test_values_do_not_depend_on_the_cut() -> None:
-    def check(model: Any, pipe: Pipe) -> None:
-        assert all(torch.equal(block.shift, torch.arange(4.0)) for block in model.blocks)
-        assert model.blocks[3].linear.weight is model.blocks[0].linear.weight
-        assert not any(tensor.is_meta for tensor in pipe.state_dict().values())
-
-    state = values_in_each_cut(Net, check)
-    weights = [state[f"blocks.{number}.linear.weight"] for number in range(3)]
-    assert not torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[1], weights[2])
-
-
-def test_nor_do_those_beside_the_units() -> None:
-    def check(model: Any, pipe: Pipe) -> None:
-        assert all(torch.equal(part.get_submodule("model").shift, torch.arange(4.0)) for part in pipe)
-        assert model.shift is pipe[0].get_submodule("model").shift
-        assert model.blocks[3][0].weight is model.blocks[0][0].weight
-
-    state = values_in_each_cut(Beside, check)
-    weights = [state[f"blocks.{number}.0.weight"] for number in range(3)]
+    weights = [states[0][f"blocks.{number}.linear.weight"] for number in range(3)]
     assert not torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
 

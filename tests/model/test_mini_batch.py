@@ -43,10 +43,6 @@ def test_joining_undoes_splitting(rows: int, chunks: int) -> None:
     assert torch.equal(parts.pieces.join([(gradient, None) for gradient in gradients])[0], x * 2)
 
 
-def test_nine_rows_in_eight_chunks() -> None:
-    assert split((torch.zeros(9, 1),), {}, 8).rows == [2, 1, 1, 1, 1, 1, 1, 1]
-
-
 def test_micro_batches_share_memory_and_are_leaves_like_the_whole() -> None:
     x, y = torch.zeros(4, 1, requires_grad=True), torch.zeros(4, 1)
     parts = split((x, y), {}, 2)
@@ -56,28 +52,11 @@ def test_micro_batches_share_memory_and_are_leaves_like_the_whole() -> None:
     assert parts.micro_batches[0][0][0].data_ptr() == x.data_ptr()
 
 
-def test_other_values_go_to_every_micro_batch() -> None:
-    parts = split((torch.zeros(4, 1), 5), {"flag": True, "mask": torch.ones(4)}, 2)
-    for message in parts.micro_batches:
-        assert len(message[0]) == 2
-        assert message[1] is not None
-
-
-def test_nested_inputs_are_split_too() -> None:
-    parts = split(({"x": [torch.zeros(4, 1), torch.ones(4)]},), {}, 2)
-    assert [tuple(tensor.shape) for tensor in parts.micro_batches[1][0]] == [(2, 1), (2,)]
-
-
 def test_scalars_are_averaged_by_rows() -> None:
     outputs = [((torch.tensor(value),), None) for value in (1.0, 4.0)]
     joined = join(outputs, [3, 1])
     assert joined.tensors[0].item() == 1.0 * 0.75 + 4.0 * 0.25
     assert joined.cut([torch.tensor(1.0)]) == [(torch.tensor(0.75),), (torch.tensor(0.25),)]
-
-
-def test_an_output_without_gradient_has_none_for_any_micro_batch() -> None:
-    outputs = [((torch.zeros(2),), None), ((torch.zeros(1),), None)]
-    assert join(outputs, [2, 1]).cut([None]) == [(None,), (None,)]
 
 
 def test_a_micro_batch_without_an_input_gradient_contributes_zeros() -> None:
@@ -101,11 +80,6 @@ def test_a_whole_tensor_goes_to_every_micro_batch_and_gets_the_sum() -> None:
     assert torch.equal(gradient, torch.full((1, 3), 2.0))
 
 
-def test_whole_tensors_alone_are_nothing_to_split() -> None:
-    with pytest.raises(TypeError, match="inputs do not have any tensors"):
-        split((NoChunk(torch.ones(2)),), {}, 2)
-
-
 def test_unequal_rows_name_the_ways_out() -> None:
     with pytest.raises(ValueError, match=r"\(4, 1\).*\(1, 1, 3, 3\).*Chunk.*NoChunk"):
         split((torch.zeros(4, 1), torch.zeros(1, 1, 3, 3)), {}, 2)
@@ -122,12 +96,6 @@ def test_targets_are_split_like_the_inputs_whatever_they_are_nested_in() -> None
     assert [tuple(part["more"][0][0].shape) for part in parts] == [(2, 2), (2, 2), (1, 2)]
     assert all(part["more"][0][1] == "text" and torch.equal(part["more"][1], mask) for part in parts)
     assert all(part["none"] is None for part in parts)
-
-
-@pytest.mark.parametrize("target", ["text", 3, False, [], {"only": "words"}])
-def test_a_target_without_tensors_goes_to_every_micro_batch(target: object) -> None:
-    messages = targets_of(target, 3, 2)
-    assert [unflatten(*message) for message in messages] == [target, target]
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,6 @@ def test_what_is_shared_with_own_layers_stays() -> None:
     assert model[0](torch.ones(1, 3)).shape == (1, 3)
 
 
-def test_another_holder_of_the_parameters_is_not_disturbed() -> None:
-    layer = nn.Linear(2, 2)
-    weight, before = layer.weight, layer.weight.detach().clone()
-    release_layers([("0", layer, "rank 1")], [])
-    assert torch.equal(weight, before)
-
-
 def test_a_second_pipe_does_not_begin_with_other_values() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     copied = copy.deepcopy(model)

@@ -1,5 +1,4 @@
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -106,14 +105,6 @@ def test_a_mini_batch_that_is_not_cut_shows_nothing() -> None:
         pipe(torch.randn(12, 5, 8))
 
 
-def test_with_the_loss_inside() -> None:
-    pipe, x = pipe_of(Output(nn.LSTM(8, 8)), schedule="1f1b", loss_fn=functional.mse_loss), torch.randn(12, 5, 8)
-    with pytest.warns(PipeWarning, match="batch_first"):
-        pipe(x, target=x)
-    pipe[1].inner.batch_first = True
-    pipe(x, target=x).backward()
-
-
 def test_hooks_come_and_go_while_no_thread_runs_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[bool] = []
     remove = RemovableHandle.remove
@@ -143,24 +134,10 @@ def test_a_warning_that_is_an_error_comes_after_the_step() -> None:
     assert module[0].num_batches_tracked == 2
 
 
-def test_a_layer_that_is_replaced_is_seen() -> None:
-    pipe = pipe_of(nn.Tanh())
-    pipe(torch.randn(12, 5, 8))
-    setattr(pipe, "1", Output(nn.LSTM(8, 8)))
-    with pytest.warns(PipeWarning, match="batch_first"):
-        pipe(torch.randn(12, 5, 8))
-
-
 def test_compiled_layers_get_no_hooks() -> None:
     compiled = Output(nn.LSTM(8, 8))
     compiled.inner.compile(backend="eager")
     assert not modules_with_batch_second([("0", compiled), ("1", torch.jit.script(nn.LSTM(8, 8)))])
-
-
-def test_a_warning_can_be_ignored() -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=PipeWarning)
-        pipe_of(encoder())(torch.randn(8, 6, 8))
 
 
 class Last(nn.Module):
@@ -248,9 +225,3 @@ def test_a_size_that_fits_by_chance_is_seen_when_the_rows_change() -> None:
     with pytest.warns(PipeWarning, match=r"the output has the shape \(8,\) for each of 4 .* first of which has 2 rows"):
         pipe(torch.randn(8, 8))
     pipe(torch.randn(32, 8))
-
-
-def test_flattened_rows_may_change() -> None:
-    pipe = pipe_with(lambda x: x.flatten())
-    for rows in (16, 8, 14):
-        pipe(torch.randn(rows, 8))

@@ -28,17 +28,6 @@ def twins(x):
     return x, 10 * x
 
 
-def test_it_is_an_ordinary_sequential_for_single_values():
-    layers = [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)]
-    x = torch.randn(5, 3)
-    assert isinstance(PipeSequential(), nn.Sequential)
-    assert torch.equal(PipeSequential(*layers)(x), nn.Sequential(*layers)(x))
-
-
-def test_several_inputs_to_the_first_layer():
-    assert PipeSequential(Call(add))(torch.tensor(1), torch.tensor(2)) == 3
-
-
 def test_a_tuple_becomes_positional_arguments():
     model = PipeSequential(Call(twins), Call(lambda x, y: (y, x, None)), Call(lambda y, x, nothing: (y - x, nothing)))
     assert model(torch.tensor(1)) == (9, None)
@@ -48,28 +37,10 @@ def test_a_tuple_of_one_is_spread_and_a_last_one_stays():
     assert PipeSequential(Call(lambda x: (x,)), Call(lambda x: (x + 1,)))(torch.tensor(1)) == (2,)
 
 
-def test_other_structures_are_one_argument():
-    model = PipeSequential(Call(lambda x: [x, x]), Call(lambda pair: {"a": pair[0]}), Call(lambda named: named["a"]))
-    assert model(torch.tensor(3)) == 3
-
-
-def test_a_tuple_given_to_it_is_one_argument():
-    assert PipeSequential(Call(lambda pair: pair[0]))((torch.tensor(1), torch.tensor(2))) == 1
-
-
 def test_without_layers_the_input_comes_back():
     x, y = torch.ones(1), torch.zeros(1)
     assert PipeSequential()(x) is x
     assert PipeSequential()(x, y) == (x, y)
-
-
-def test_no_inputs():
-    assert PipeSequential(Call(lambda: 5))() == 5
-
-
-def test_a_wrong_number_of_values_is_the_layers_own_error():
-    with pytest.raises(TypeError, match="positional argument"):
-        PipeSequential(Call(twins), nn.ReLU())(torch.ones(1))
 
 
 def test_names_slices_and_copies_are_those_of_sequential():
@@ -125,19 +96,8 @@ def test_other_rules_ignore_the_signature(layer: nn.Module) -> None:
     assert TupleRule.WHOLE.arguments((1, 2), layer) == ((1, 2),)
 
 
-@pytest.mark.parametrize("value", [1, [1, 2], torch.Size([1, 2])])
-def test_only_plain_tuples_are_spread(value: object) -> None:
-    assert TupleRule.SPREAD.arguments(value, nn.Identity()) == (value,)
-
-
 def test_it_runs_the_layer_with_all_arguments() -> None:
     layer = nn.MultiheadAttention(4, 2)
     x = torch.randn(3, 1, 4)
     wrapped = WithDevice(layer, "cpu")
     torch.testing.assert_close(wrapped(x, x, x, need_weights=False), layer(x, x, x, need_weights=False))
-
-
-def test_it_keeps_the_device_as_given_and_moves_nothing() -> None:
-    wrapped = copy.deepcopy(WithDevice(nn.Linear(1, 1), "meta"))
-    assert wrapped.device == "meta"
-    assert wrapped.module.weight.device.type == "cpu"

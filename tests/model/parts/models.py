@@ -65,28 +65,6 @@ class UNet(nn.Module):
         return loss_of(x, labels)
 
 
-class TwoTower(nn.Module):
-    """Two towers in a dict, and a loss of both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.towers = nn.ModuleDict(
-            {name: nn.ModuleList([nn.Linear(WIDTH, WIDTH), Block(), Block()]) for name in ("left", "right")}
-        )
-        self.temperature = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, left: Tensor, right: Tensor, *, labels: Tensor | None = None) -> Any:
-        sides = []
-        for name, x in (("left", left), ("right", right)):
-            for layer in self.towers[name]:
-                x = layer(x)
-            sides.append(functional.normalize(x, dim=-1))
-        scores = (sides[0] * sides[1]).sum(-1) * self.temperature.exp()
-        if labels is None:
-            return {"scores": scores}
-        return functional.binary_cross_entropy_with_logits(scores, labels), scores
-
-
 class Residual(nn.Module):
     """A block of a ResNet."""
 
@@ -249,30 +227,6 @@ class Lists(nn.Module):
         return loss_of(x, labels)
 
 
-class Pairs(nn.Module):
-    """Units give dataclasses, tuples and dicts with numbers and None in them."""
-
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> dict[str, Any]:
-            y = self.inner(x)
-            return {"output": Output(y, [y, x * 2]), "count": 3, "nothing": None}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.firsts = nn.ModuleList(Pairs.First() for _ in range(4))
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        for first in self.firsts:
-            given = first(x)
-            assert given["nothing"] is None
-            x = torch.tanh(given["output"].states[0] + given["output"].states[1]) * given["count"]
-        return loss_of(x, labels)
-
-
 class InputNorm(nn.Module):
     """A batch norm without parameters, on inputs that need no gradient; a block without parameters counts."""
 
@@ -371,7 +325,6 @@ def batch_of(kind: type[nn.Module], rows: int = 8) -> dict[str, Any]:
 
     batches: dict[type[nn.Module], Callable[[], dict[str, Any]]] = {
         UNet: lambda: {"x": normal(2, 12), "labels": normal(2, 12)},
-        TwoTower: lambda: {"left": normal(WIDTH), "right": normal(WIDTH), "labels": classes().clamp(max=1).float()},
         ResNet: lambda: {"x": normal(3, 12, 12), "labels": classes()},
         EncoderDecoder: lambda: {"ids": tokens(4), "decoder_ids": tokens(4), "labels": tokens(4)},
         Vision: lambda: {"pixels": normal(4, 4), "labels": classes()},
@@ -382,6 +335,5 @@ def batch_of(kind: type[nn.Module], rows: int = 8) -> dict[str, Any]:
 
 
 MODELS: tuple[type[nn.Module], ...] = (
-    Plain, UNet, TwoTower, ResNet, Universal, EncoderDecoder, Vision, TiedHead, Lists, Pairs, InputNorm, Changing,
-    Frozen, Typed,
+    Plain, UNet, ResNet, Universal, EncoderDecoder, Vision, TiedHead, Lists, InputNorm, Changing, Frozen, Typed,
 )  # fmt: skip

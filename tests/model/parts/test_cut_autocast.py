@@ -63,11 +63,3 @@ def test_it_is_that_of_the_model_itself(inside: bool, at_attach: bool, at_call: 
         output = model(batch["x"])
     assert output.dtype == expected.dtype
     assert torch.equal(output, expected)
-
-
-def test_the_balance_is_measured_under_it() -> None:
-    model, dtypes = Mixed(inside=False), set()
-    model.head.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
-    with autocast():
-        attached(model, batch_of(Mixed))
-    assert dtypes == {torch.bfloat16}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import Pipe, to_sequential
+from pipework import to_sequential
 from tests.model.parts.harness import assert_same, attached, loss_in, plain_step
-from tests.model.parts.models import WIDTH, Block, Universal, batch_of, loss_of
+from tests.model.parts.models import WIDTH, Block, batch_of, loss_of
 
 # Dynamo looks at the gradient of each input when it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -95,24 +95,6 @@ def test_compiled_after(how: str) -> None:
     assert backend.graphs == (3 if traces_its_own and how == "pipe" else 1)
 
 
-def test_by_the_name_of_what_was_compiled() -> None:
-    model = Chain()
-    replaced(model, Counting())
-    layers = to_sequential(model, {"x": batch_of(Chain)["x"]}, blocks=["Block"])
-    assert len(layers) == 6
-
-
-def test_a_compiled_unit_of_two_stages() -> None:
-    model, batch = Universal(), batch_of(Universal)
-    plain = copy.deepcopy(model)
-    model.block.compile(backend=Counting())
-    attached(model, batch, chunks=4, balance=[3, 3])
-    loss = loss_in(model(**batch))
-    loss.backward()
-    assert torch.equal(loss.detach(), plain_step(plain, batch, 4))
-    assert_same(model, plain, but=model.state_dict())
-
-
 def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
     batch = batch_of(Chain)
     message = r"this Chain was compiled as a whole, .*: give the model itself, and compile its layers"
@@ -123,12 +105,3 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
             attached(each, batch, balance=[3, 3])
         with pytest.raises(ValueError, match=message):
             to_sequential(each, {"x": batch["x"]})
-
-
-def test_parts_in_a_pipe_made_by_hand() -> None:
-    model, x = Chain(), batch_of(Chain)["x"]
-    plain, backend = copy.deepcopy(model), Counting()
-    in_place(model, backend)
-    pipe = Pipe(to_sequential(model, {"x": x}), chunks=4, balance=[3, 3], devices=["cpu"] * 2)
-    assert torch.equal(pipe(x=x), torch.cat([plain(each.clone()) for each in x.chunk(4)]))
-    assert backend.graphs == 1

@@ -8,25 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pipework import Pipe, load_checkpoint, save_checkpoint, to_sequential
-from pipework.model.materialize import move_module
+from pipework import load_checkpoint, save_checkpoint, to_sequential
 from tests.model.parts.harness import assert_exact, assert_same, attached, loss_in, plain_step
 from tests.model.parts.models import WIDTH, batch_of
-from tests.model.parts.quantised import LINEARS, Eight, EightLinear, Packed, PackedLinear, Quantised, QuantisedBlock
+from tests.model.parts.quantised import LINEARS, EightLinear, PackedLinear, Quantised
 
 KINDS = pytest.mark.parametrize("kind", LINEARS.values(), ids=LINEARS.keys())
-
-
-def stored(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Of each weight with a storage class of its own: the class, and the objects that it has."""
-    return [
-        (type(each), each.requires_grad, *map(id, vars(each).values()))
-        for parameter in model.parameters()
-        for each in [parameter.data if isinstance(parameter.data, Eight) else parameter]
-        if isinstance(each, Eight | Packed)
-    ]
 
 
 @KINDS
@@ -79,31 +68,6 @@ def _pickled(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@KINDS
-def test_a_sequential_of_them(kind: type[nn.Linear]) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, 8).requires_grad_(False), *(QuantisedBlock(kind, 8) for _ in range(3)))
-    plain, x = copy.deepcopy(model), torch.randn(8, WIDTH)
-    pipe = Pipe(model, chunks=4, balance=[2, 2], devices=["cpu"] * 2)
-    output = pipe(x)
-    output.sum().backward()
-    pieces = [plain(piece.clone()) for piece in x.chunk(4)]
-    assert torch.equal(output, torch.cat(pieces))
-    for piece in pieces:
-        piece.sum().backward()
-    assert_same(model, plain)
-    assert list(pipe.state_dict()) == list(plain.state_dict())
-
-
-@KINDS
-def test_moving_them_keeps_the_objects(kind: type[nn.Linear]) -> None:
-    model = Quantised(kind)
-    before, weight = stored(model), model.head.weight
-    assert len(before) == 9
-    move_module(model, torch.device("cpu"))
-    assert model.head.weight is weight
-    assert [each[0] for each in stored(model)] == [each[0] for each in before]
-
-
 def test_a_checkpoint_has_the_bytes_and_their_scales(tmp_path: Path) -> None:
     batch = batch_of(Quantised)
     models = [Quantised(PackedLinear) for _ in range(2)]
@@ -136,12 +100,3 @@ def test_weights_without_values_are_refused() -> None:
     message = r"blocks\.0\.inner\.base_layer\.weight is a Packed on the meta device.*load such weights before"
     with pytest.raises(ValueError, match=message):
         to_sequential(model, {"x": torch.randn(2, WIDTH)})
-
-
-def test_a_unit_of_a_plain_model_is_not_computed_when_it_is_cut() -> None:
-    computed: list[Tensor] = []
-    model = Quantised(nn.Linear)
-    model.blocks[0].inner.register_forward_hook(lambda module, inputs, output: computed.append(output))
-    to_sequential(model, {"x": torch.randn(2, WIDTH)})
-    assert all(output.is_meta for output in computed)
-    assert computed

@@ -1,18 +1,16 @@
 """Parts in every schedule, with several workers and stages; micro-batches that are given; inputs that are not split."""
 
 import copy
-import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import MicroBatches, NoChunk, balance_by_time
+from pipework import MicroBatches, NoChunk
 from pipework.schedule import SCHEDULES, build, schedule_spec
 from tests.model.parts.harness import assert_exact, assert_same, attached, loss_in, plain_step
 from tests.model.parts.models import WIDTH, Block, Frozen, batch_of, loss_of
-from tests.model.parts.quantised import PackedLinear, Quantised
 
 
 class Deep(nn.Module):
@@ -73,13 +71,6 @@ def test_four_workers(name: str, workers: int, per_worker: int | None, checkpoin
     )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_quantised_weights_with_adapters(name: str) -> None:
-    balance = cut_for(name, 2, None, 8)
-    assert_exact(Quantised(PackedLinear, blocks=6), batch_of(Quantised), chunks=4, schedule=name, balance=balance)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_given_micro_batches_of_other_sizes(schedule: str) -> None:
     model, batch = Deep(), batch_of(Deep)
@@ -110,40 +101,3 @@ def test_on_the_meta_device() -> None:
         assert torch.equal(plain_step(plain, batch_of(Deep), 4), loss)
         assert_same(model, plain)
     assert torch.equal(*losses)
-
-
-class Clock:
-    """Seconds that pass when units compute, in place of those of the machine; copies of a unit have the same one."""
-
-    seconds = 0.0
-
-    def now(self, device: torch.device) -> float:
-        return self.seconds
-
-    def __deepcopy__(self, memo: Any) -> "Clock":
-        return self
-
-
-class Timed(nn.Module):
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.clock, self.seconds = clock, seconds
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        self.clock.seconds += self.seconds
-        return self.inner(x)
-
-
-@pytest.mark.parametrize(("head", "blocks"), [(0.5, 5), (4.0, 3), (9.0, 0)])
-def test_the_seconds_of_a_large_head_count(head: float, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten blocks take a second each: how many of them are in the second stage, beside the head."""
-    clock, model = Clock(), Deep(0)
-    monkeypatch.setattr("pipework.planning.measuring.stage_copy.now", clock.now)
-    monkeypatch.setattr("pipework.attached.balance_by_time", functools.partial(balance_by_time, timeout=0.0))
-    model.blocks = nn.ModuleList(Timed(clock, 1.0) for _ in range(10))
-    model.head = Timed(clock, head)
-    pipe = attached(model, batch_of(Deep))
-    names = list(pipe[1].units_here())
-    assert len([name for name in names if name.startswith("blocks")]) == blocks
-    assert "head" in names

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pipework.model.parts.leaves import Absent, flatten, held_by, mapped, tensors_in, unflatten
+from pipework.model.parts.leaves import Absent, flatten, held_by, unflatten
 
 ONE, TWO = torch.ones(1), torch.full((2,), 2.0)
 Pair = namedtuple("Pair", ["left", "right"])
@@ -38,19 +38,6 @@ def test_flattened_and_put_together(tree: Any) -> None:
     assert type(again) is type(tree)
     assert str(again) == str(tree)
     assert all(not isinstance(leaf, Box) for leaf in leaves)
-
-
-def test_replaced_leaves() -> None:
-    assert flatten([Box("text")])[0] == [Box("text")], "a dataclass without tensors is a leaf"
-    doubled = mapped(Tensor, lambda tensor: tensor * 2, {"a": Box(ONE), "b": 1})
-    assert (doubled["a"].inside.item(), doubled["a"].number, doubled["b"]) == (2.0, 3, 1)
-    assert mapped(Tensor, lambda tensor: tensor * 2, ONE).item() == 2.0
-
-
-def test_tensors_in_a_value() -> None:
-    assert tensors_in(None) == []
-    assert tensors_in(ONE) == [ONE]
-    assert [each is ONE for each in tensors_in({"a": Box(ONE), "b": Opaque(TWO)})] == [True]
 
 
 def test_tensors_that_objects_hold() -> None:

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from pipework.attached import to_sequential
 from pipework.model.parts.leaves import Absent
-from pipework.model.parts.part import Part
-from pipework.model.parts.run import Message
 from tests.model.parts.models import WIDTH, Block
 
 
@@ -65,13 +63,6 @@ def test_positional_arguments() -> None:
     assert torch.equal(messages(layers, INPUTS["x"], mask=INPUTS["mask"], words=INPUTS["words"])[-1], model(**INPUTS))
 
 
-def test_a_part_knows_its_units() -> None:
-    parts = to_sequential(Net(), INPUTS, balance=[1, 3])
-    assert isinstance(parts[1], Part)
-    assert list(parts[1].units_here()) == ["blocks.1", "blocks.2", "blocks.3"]
-    assert parts[1].extra_repr() == "blocks.1#0, blocks.2#0, blocks.3#0"
-
-
 class Stopping(nn.Module):
     """Calls fewer units for negative inputs."""
 
@@ -92,32 +83,3 @@ def test_a_forward_that_ends_too_early_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"forward of Stopping ended before its last part: .*also called blocks.1#0"):
         first(torch.full((2, WIDTH), torch.nan))
     assert third(second(first(torch.ones(2, WIDTH)))).shape == (2, WIDTH)
-
-
-class Giving(nn.Module):
-    """Units return a list that the forward empties, and None."""
-
-    class Unit(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            return [super().forward(x), None, {"count": 2}]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(Giving.Unit(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            given = unit(x)
-            x = given.pop(0)
-            assert given == [None, {"count": 2}]
-            given.clear()
-        return x
-
-
-def test_what_the_forward_does_to_a_list_stays_in_its_part() -> None:
-    model = Giving()
-    x = torch.randn(2, WIDTH)
-    first, second, result = messages(to_sequential(model, x), x)
-    assert isinstance(first, Message)
-    assert second.values["units.0#0"] == [Absent.of(x), None, {"count": 2}]
-    assert torch.equal(result, model(x))

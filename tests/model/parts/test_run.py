@@ -10,8 +10,7 @@ from pipework import attach
 from pipework.attached import to_sequential
 from pipework.model.parts import run as runs
 from pipework.model.parts.adapter import SideOutputs
-from pipework.model.parts.leaves import Absent
-from pipework.model.parts.run import AbsenceWatch, Message, PartRun, memory_of
+from pipework.model.parts.run import AbsenceWatch, Message, PartRun
 from pipework.model.parts.trace import PartSpan, Trace
 from tests.model.parts.models import WIDTH
 
@@ -21,27 +20,12 @@ def empty_run() -> PartRun:
     return PartRun(span, Message.first(((), {})), torch.device("cpu"), SideOutputs())
 
 
-def test_the_run_of_a_thread() -> None:
-    run = empty_run()
-    assert runs.current() is None
-    with runs.using(run), runs.using(None), runs.using(run):
-        assert runs.current() is run
-    assert runs.current() is None
-
-
 def test_a_run_that_is_watched_is_freed_when_it_ends() -> None:
     run = empty_run()
     run.watch = AbsenceWatch(run)
     freed = weakref.ref(run)
     del run  # no cycle keeps it, and its tensors, until Python looks for cycles
     assert freed() is None
-
-
-def test_tensors_without_values_share_the_memory_of_one_element() -> None:
-    run = empty_run()
-    made = run.absent(Absent((2, 3), "float32"))
-    assert made.isnan().all()
-    assert memory_of(made[0]) == memory_of(made)
 
 
 WORDS = torch.arange(2)

@@ -12,8 +12,6 @@ from pipework.model.parts.skeleton import (
     Container,
     Skeleton,
     Unit,
-    own_attributes,
-    refers_to_module,
     share,
     twin_of,
 )
@@ -57,37 +55,6 @@ def test_a_part_has_the_parameters_that_it_reads_and_shares_other_attributes() -
     assert part.scale is model.scale
     assert (list(part._parameters), list(part.elsewhere)) == (["scale"], ["shift"])
     assert (part.settings is model.settings, part.mask is model.mask, part.alias is model.alias) == (True, True, False)
-
-
-def test_hooks_of_the_model_are_not_those_of_a_part() -> None:
-    model = Net()
-    model.register_forward_hook(print)
-    skeleton = Skeleton(model, find_units(model), Adapter())
-    assert not skeleton.copy({"scale", "shift"})[0]._forward_hooks
-    assert len(model._forward_hooks) == 1
-
-
-def test_attributes() -> None:
-    model = Net()
-    assert own_attributes(model) == {"settings": {"depth": 3}, "alias": model.alias}
-    assert refers_to_module(model.alias)
-    assert refers_to_module(model.forward)
-    cyclic: list[Any] = []
-    cyclic.append(cyclic)
-    assert not refers_to_module([cyclic, "text", nn.Linear])
-
-
-def test_a_twin_has_all_that_its_module_has() -> None:
-    module = nn.Linear(2, 2)
-    twin = twin_of("layer", module)
-    assert isinstance(twin, nn.Linear)
-    assert type(twin).__name__ == "Linear"
-    twin.eval()
-    twin.extra = 3
-    assert (module.training, module.extra) == (False, 3)
-    module.weight = nn.Parameter(torch.ones(2, 2))
-    assert twin.weight is module.weight
-    assert torch.equal(twin(torch.ones(1, 2)), module(torch.ones(1, 2)))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda twin: pickle.loads(pickle.dumps(twin))])
