@@ -73,7 +73,7 @@ def merged(groups: Sequence[Moments]) -> Moments:
 
 
 class _Collected:
-    """The statistics of the current mini-batch's micro-batches; shallow copies of a module share them."""
+    """The statistics of the micro-batches of the current mini-batch. Shallow copies of a module share this object."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -274,7 +274,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
 
 
 def _is_to_be_replaced(batch_norm: BatchNorm, chunks: int) -> bool:
-    if getattr(batch_norm, "is_elsewhere", False):  # stands in a part where the norm of another part was
+    if getattr(batch_norm, "is_elsewhere", False):  # it stands in place of the batch norm of another part of a model
         return False
     if isinstance(batch_norm, LazyModuleMixin) and batch_norm.has_uninitialized_params():
         raise ValueError(
@@ -287,7 +287,7 @@ def _is_to_be_replaced(batch_norm: BatchNorm, chunks: int) -> bool:
 
 
 def _deferred(batch_norm: BatchNorm, chunks: int) -> nn.Module:
-    """A deferred batch norm that takes over all attributes, parameters, buffers and hooks."""
+    """A deferred batch norm with all attributes, parameters, buffers and hooks of another batch norm."""
     deferred = DeferredBatchNorm.__new__(DeferredBatchNorm)
     deferred.__dict__.update(batch_norm.__dict__)
     replaces = batch_norm._replaces if isinstance(batch_norm, DeferredBatchNorm) else _class_of(batch_norm)
@@ -298,7 +298,7 @@ def _deferred(batch_norm: BatchNorm, chunks: int) -> nn.Module:
 
 
 def _class_of(batch_norm: BatchNorm) -> type[BatchNorm]:
-    """The class of a batch norm; a unit in a part of a model stands for a module of another class."""
+    """The class of a batch norm; of a unit in a part of a model the class of the model's own module."""
     own: type[BatchNorm] = getattr(batch_norm, "own_class", type(batch_norm))
     return own
 

@@ -33,20 +33,23 @@ _OF_LIBRARY: Final = "initialiser_of"  # a method of a layer that knows how its 
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """The place of a tensor in a module: among its parameters, its buffers, or its plain attributes."""
+    """The place of a tensor in a module: among its parameters, its buffers, or its plain attributes.
+
+    Attributes:
+        module: that has the tensor.
+        path: the name of the module in its layer.
+        name: of the tensor in the module.
+        tensor: the tensor that was there first.
+        kind: "parameter", "buffer" or "attribute".
+        registry: the dict of the module that contains the tensor.
+    """
 
     module: nn.Module
     path: str
     name: str
     tensor: Tensor
     kind: str
-
-    @property
-    def registry(self) -> dict[str, Any]:
-        """The dict that contains the tensor."""
-        if self.kind == "attribute":
-            return self.module.__dict__
-        return self.module._parameters if self.kind == "parameter" else self.module._buffers
+    registry: dict[str, Any]
 
     def __str__(self) -> str:
         return f"{self.path + '.' if self.path else ''}{self.name}: {self.kind} of {type(self.module).__name__}"
@@ -168,12 +171,15 @@ def filling(layers: Sequence[tuple[nn.Module, torch.device]]) -> Iterator[None]:
 
 
 def _initialise(layer: nn.Module, seed: int, *, keep: bool = True) -> list[_Slot]:
-    """Fills a layer in the host's memory; returns the tensors that cannot be, and then the layer is on meta as before.
+    """Fills a layer in the host's memory; if there are tensors that nothing fills, it goes back to the meta device.
 
     Args:
         layer: the layer.
         seed: of its random values.
         keep: whether a filled layer keeps its memory.
+
+    Returns:
+        The places of the tensors that nothing fills.
     """
     slots = _slots(layer)
     missing = [slot for slot in slots if slot.tensor.is_meta]
@@ -191,7 +197,15 @@ def _initialise(layer: nn.Module, seed: int, *, keep: bool = True) -> list[_Slot
 
 
 def _reset(layer: nn.Module, slots: list[_Slot], bare: set[int], meta_memory: MetaMemory, seed: int) -> None:
-    """Resets the modules that have a tensor in `bare`, children first."""
+    """Calls what fills the modules of a layer that have tensors without values, children first.
+
+    Args:
+        layer: the layer.
+        slots: all tensors of the layer.
+        bare: the ids of the tensors without values.
+        meta_memory: of the layer.
+        seed: of its random values.
+    """
     done: set[int] = set()
     for module in _children_first(layer, set()):
         inside = set(module.modules())
@@ -216,7 +230,7 @@ def _reset(layer: nn.Module, slots: list[_Slot], bare: set[int], meta_memory: Me
 
 
 def _put_back(slot: _Slot) -> None:
-    """Copies a new tensor that a reset has put into the slot into the old tensor, to which others may refer."""
+    """If a reset has replaced a tensor, copies the new values into the old one, to which others refer."""
     new = slot.registry.get(slot.name)
     if slot.kind == "attribute" or new is None or new is slot.tensor:
         return
@@ -238,26 +252,20 @@ def _slots(layer: nn.Module) -> list[_Slot]:
     for path, module in layer.named_modules():
         kinds = {"parameter": module._parameters, "buffer": module._buffers, "attribute": module.__dict__}
         for kind, registry in kinds.items():
-            found += [_Slot(module, path, n, t, kind) for n, t in registry.items() if isinstance(t, Tensor)]
+            found += [_Slot(module, path, n, t, kind, registry) for n, t in registry.items() if isinstance(t, Tensor)]
     return found
 
 
-def _reset_of(module: nn.Module, layer: nn.Module, seed: int = 0) -> Callable[[], object] | None:
-    """What fills a module of a layer."""
+def _reset_of(module: nn.Module, layer: nn.Module, seed: int) -> Callable[[], object] | None:
+    """What fills a module of a layer: its method, if it can be called without arguments, and what its library does."""
+    own: Callable[[], object] | None = None
+    for found in filter(callable, [getattr(module, name, None) for name in torch_private.RESETS]):
+        with contextlib.suppress(TypeError, ValueError):
+            signature_of(found).bind()
+            own = found
+            break
     of_library = getattr(layer, _OF_LIBRARY, None)
-    own = _method_of(module)
     return own if of_library is None else of_library(module, own, seed)
-
-
-def _method_of(module: nn.Module) -> Callable[[], object] | None:
-    """The method that fills a module, if it can be called without arguments."""
-    for name in torch_private.RESETS:
-        found = getattr(module, name, None)
-        if callable(found):
-            with contextlib.suppress(TypeError, ValueError):
-                signature_of(found).bind()
-                return found  # type: ignore[no-any-return]
-    return None
 
 
 def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
@@ -408,13 +416,13 @@ def _mark(dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def whole_parameters(layer: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, plain parameters on the meta device are in the place of DTensors there.
+    """Inside, a layer has whole parameters on the meta device in place of its DTensors there.
 
-    Afterwards the DTensors are in their places again, the same objects. Those whose whole parameter has got memory have
-    their part of it, on a device.
+    Afterwards it has the DTensors again, the same objects. If a whole parameter has got memory inside, its DTensor has
+    its part of that memory, on the device of the process.
 
     Args:
-        layer: whose.
+        layer: the layer.
         device: of the process.
     """
     wholes: dict[int, tuple[Tensor, nn.Parameter]] = {}

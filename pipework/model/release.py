@@ -1,4 +1,4 @@
-"""Layers of other processes: they give up their memory, and say where their values are instead of answering."""
+"""Layers that another process trains: they have no memory here, and an error says who has their values."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _ATTRIBUTE: Final = "_pipework_released"
 
 
 class _Released:
-    """The hooks of a layer that another process trains; an attribute of the layer, which refuses to be copied."""
+    """The hooks of a layer that another process trains; as an attribute of the layer it refuses to be copied."""
 
     def __init__(self, name: str, layer: nn.Module, owner: str) -> None:
         self.owner = owner
-        self._layer = layer  # a unit shares its hooks with the model's own module, and PyTorch refers to it weakly
+        self._layer = layer  # kept, since hooks refer to it weakly, and the model's own module has the hooks of a unit
         self._gone = f"{layer_text(name, layer)} has no values in this process: {owner} trains it"
         layer.register_forward_pre_hook(self._refuse)
         layer.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ class _Released:
         layer.__dict__[_ATTRIBUTE] = self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """A copy, or a file, of the whole model would have layers without values."""
+        """Refuses: a copy, or a file, of the whole model would have layers without values."""
         self._refuse()
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -84,7 +84,7 @@ def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collectio
         torch_private.apply_to_tensors(layer, released)
         free_shards([layer])
         for path, parameter in layer.named_parameters():
-            if id(parameter) not in own:  # a weak reference would keep PyTorch from swapping the tensor
+            if id(parameter) not in own:  # an attribute, as PyTorch swaps no tensor that is referred to weakly
                 setattr(parameter, _ATTRIBUTE, (state_name({name: layer}, f"{name}.{path}"), owner))
         _Released(name, layer, owner)
         # The units of a part of a model share their hooks with the model's own modules.

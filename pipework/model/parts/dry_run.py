@@ -25,7 +25,7 @@ from pipework.model.parts.side_effects import (
     other_tensors,
     put_back,
 )
-from pipework.model.parts.trace import END, CannotCut, PartSpan, Source, Trace, call_name
+from pipework.model.parts.trace import END, CannotCut, PartSpan, Source, Trace, call_name, input_name
 from pipework.signatures import positional_names as names_of_arguments
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         self._order: list[str] = []
         self._changing: set[str] = set()
         self._left = LeftTensors(self._model)
-        self._inputs: list[tuple[Source, Tensor, int]] = []
+        self._inputs: set[Source] = set()
         self._uses: dict[Source, set[float]] = defaultdict(set)
         self._sources: dict[int, set[Source]] = {}
         self._kept: list[Tensor] = []  # so that no other tensor gets the memory of one that is followed
@@ -131,8 +131,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
             {source: frozenset(positions) for source, positions in self._uses.items()},
             frozenset(changed),
             frozenset(self._changing),
-            frozenset(source for source, tensor, version in self._inputs if torch_private.version(tensor) != version),
-            frozenset(source for source, _, _ in self._inputs),
+            frozenset(self._inputs),
             self._span.trace.parameters,
         )
 
@@ -236,11 +235,11 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         for number, leaf in enumerate(flatten(tree)[0]):
             if isinstance(leaf, Tensor):
                 self._follow(leaf, [Source(kind, name, number)])
-                if kind == "input":
-                    self._inputs.append((Source(kind, name, number), leaf, torch_private.version(leaf)))
 
     def _follow_input(self, name: str, value: Any) -> None:
         self._follow_leaves("input", name, value)
+        self._inputs.update(Source("input", name, number) for number, _ in enumerate(flatten(value)[0]))
+        self._protect(input_name(name), value)
 
     def _is_followed(self, tensor: Tensor) -> bool:
         """Whether a tensor was computed from inputs, from what units returned, or from parameters."""

@@ -48,7 +48,7 @@ class Following:
         self._parts = list(parts)
         self._is_whole = is_whole
         self._seen = {name: _state(name, module) for name, module in self._containers.items()}
-        self._classes = {name: type(unit) for name, unit in self._units.items()}
+        self._classes = {name: type(module) for name, module in self._units.items()}
         self._children = {name: list(module._modules) for name, module in self._containers.items()}
         self._copies: list[tuple[str, list[nn.Module]]] | None = None
 
@@ -110,9 +110,9 @@ class Following:
         for name, module in (*self._units.items(), *self._containers.items()):
             if _found(self._model, name) is not module:
                 raise _changed(f"{name} of {model} was replaced by another module")
-        for name, kind in self._classes.items():
-            if type(self._units[name]) is not kind:
-                now = type(self._units[name]).__name__
+            kind = self._classes.get(name, type(module))
+            if type(module) is not kind:
+                now = type(module).__name__
                 raise _changed(f"{name} of {model} became a {now} (it was a {kind.__name__}), as by a parametrization,")
         for name, container in self._containers.items():
             place = f"{name or 'the model itself'} ({type(container).__name__})"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipework import torch_private
 from pipework.model.parts.leaves import Absent, flatten, held_by, mapped, tensors_in, unflatten
-from pipework.model.parts.trace import EARLIER, LATER, Source, positional_names
+from pipework.model.parts.trace import EARLIER, LATER, Source, input_name, positional_names
 from pipework.runtime.random.streams import streams_inside
 
 if TYPE_CHECKING:
@@ -189,15 +189,11 @@ class PartRun:
         return mapped(Absent, self.absent, self._values[call.name])
 
     def _input(self, name: str, value: Any) -> Any:
-        leaves, form = flatten(value)
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, Absent):
-                leaves[number] = self.absent(leaf)
-            elif isinstance(leaf, Tensor) and Source("input", name, number) in self._span.trace.changed_inputs:
-                leaves[number] = leaf.clone()
-            else:
-                self._protect(f"input {name}", leaf)
-        return unflatten(leaves, form)
+        if input_name(name) in self._span.trace.changed:
+            value = mapped(Tensor, Tensor.clone, value)
+        else:
+            self._protect(input_name(name), value)
+        return mapped(Absent, self.absent, value)
 
     def _mapped_inputs(self, function: Callable[[str, Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a function makes of the name and the value of each input."""

@@ -29,6 +29,11 @@ def call_name(unit: str, count: int) -> str:
     return f"{unit}#{count}"
 
 
+def input_name(argument: str) -> str:
+    """An argument of the forward, told from calls of units."""
+    return f"input {argument}"
+
+
 def unit_of(call: str) -> str:
     """The name of the unit of a call."""
     return call.rpartition("#")[0]
@@ -89,9 +94,8 @@ class Trace:
         order: the calls of units.
         uses: by source, the positions of the calls to which it goes; `END`: it goes to the result, or the forward reads
             its values.
-        changed: the calls whose results the forward changes in place.
+        changed: what the forward changes in place: calls that gave it, and inputs, as `input_name` writes them.
         changing: the calls that change their arguments in place.
-        changed_inputs: the inputs that the forward changes in place.
         inputs: the tensors that the sample had.
         parameters: the names of the forward's positional arguments.
     """
@@ -101,7 +105,6 @@ class Trace:
     uses: dict[Source, frozenset[float]] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
     changing: frozenset[str] = frozenset()
-    changed_inputs: frozenset[Source] = frozenset()
     inputs: frozenset[Source] = frozenset()
     parameters: tuple[str, ...] = ()
 
@@ -113,13 +116,8 @@ class Trace:
             source: self.uses.get(source, frozenset()) | other.uses.get(source, frozenset())
             for source in {**self.uses, **other.uses}
         }
-        return replace(
-            self,
-            uses=uses,
-            changed=self.changed | other.changed,
-            changing=self.changing | other.changing,
-            changed_inputs=self.changed_inputs | other.changed_inputs,
-        )
+        changing = self.changing | other.changing
+        return replace(self, uses=uses, changed=self.changed | other.changed, changing=changing)
 
 
 @dataclass(frozen=True)

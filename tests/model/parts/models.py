@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,23 +106,6 @@ class ResNet(nn.Module):
         return logits if labels is None else functional.cross_entropy(logits, labels)
 
 
-class Universal(nn.Module):
-    """One block, called several times."""
-
-    def __init__(self, times: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.block = Block()
-        self.step = nn.Parameter(torch.randn(times, WIDTH))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        x = self.embed(x)
-        for step in self.step:
-            x = self.block(x + step)
-        return loss_of(self.head(x), labels)
-
-
 class CrossBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -181,34 +163,6 @@ class Vision(nn.Module):
             x = block(x, mask=self.keep)
         logits = self.head(self.norm(x)[:, 0])
         return logits if labels is None else (functional.cross_entropy(logits, labels), logits)
-
-
-@dataclass
-class Output:
-    logits: Tensor
-    states: list[Tensor]
-    loss: Tensor | None = None
-
-
-class TiedHead(nn.Module):
-    """The head is the embedding's weight, and the output a dataclass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Output:
-        x = self.embed(ids)
-        keep = None if mask is None else mask[..., None].to(x.dtype)
-        states = []
-        for block in self.blocks:
-            x = block(x, keep)
-            states.append(x)
-        output = Output(functional.linear(x, self.embed.weight), states)
-        if labels is not None:
-            output.loss = functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
-        return output
 
 
 class Lists(nn.Module):
@@ -328,12 +282,11 @@ def batch_of(kind: type[nn.Module], rows: int = 8) -> dict[str, Any]:
         ResNet: lambda: {"x": normal(3, 12, 12), "labels": classes()},
         EncoderDecoder: lambda: {"ids": tokens(4), "decoder_ids": tokens(4), "labels": tokens(4)},
         Vision: lambda: {"pixels": normal(4, 4), "labels": classes()},
-        TiedHead: lambda: {"ids": tokens(4), "mask": tokens(4) > 2, "labels": tokens(4)},
         Lists: lambda: {"x": normal(WIDTH), "factor": 1.5, "name": "tanh", "labels": normal(WIDTH)},
     }
     return batches.get(kind, lambda: {"x": normal(WIDTH), "labels": normal(WIDTH)})()
 
 
 MODELS: tuple[type[nn.Module], ...] = (
-    Plain, UNet, ResNet, Universal, EncoderDecoder, Vision, TiedHead, Lists, InputNorm, Changing, Frozen, Typed,
+    Plain, UNet, ResNet, EncoderDecoder, Vision, Lists, InputNorm, Changing, Frozen, Typed,
 )  # fmt: skip

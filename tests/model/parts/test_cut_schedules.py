@@ -49,7 +49,12 @@ def cut_for(name: str, workers: int, per_worker: int | None, units: int) -> list
     return [units * (n + 1) // stages - units * n // stages for n in range(stages)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+SAMPLE = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "looped-bfs")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.thorough) for name in NAMES]
+)
 def test_two_workers(name: str) -> None:
     kind = [Deep, Frozen][name in ("1f1b", "zb-h1", "zb-h2", "gpipe")]
     units = 5 if kind is Frozen else 16

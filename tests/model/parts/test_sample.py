@@ -77,6 +77,7 @@ print((peak() - before) / logits)
 """
 
 
+@pytest.mark.thorough
 def test_a_sample_takes_the_memory_of_a_step_of_two_rows(run_python: RunPython) -> None:
     """In units of the logits of eight rows, of which a step of two takes three quarters."""
     done = run_python(["-c", PEAKS])
