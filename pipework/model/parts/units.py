@@ -2,7 +2,7 @@
 
 A container, whose own forward calls units, is cut; what its forward does between them is *glue*. A block of a list is
 a unit, and so is any other module that holds no block: an embedding, a norm, a head. A module without parameters
-(a pooling, an activation, a dropout) is a unit, too, where its input has a gradient, which the dry run finds out.
+(a pooling, an activation, a dropout) is a unit, too; it stays with the unit before it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from pipework import MicroBatches, NoChunk, Pipe, PipeSequential, PipeWarning
 from pipework.model.loss.settings import CountedTargets, LossSettings, function_identity, unwrapped
-from pipework.schedule import interleaved_1f1b, one_forward_one_backward
 from pipework.testing import reference_step
 
 INSIDE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
@@ -77,38 +76,6 @@ def test_buffers_of_a_loss_function_are_moved_and_are_no_part_of_the_state() -> 
     pipe = Pipe(layers(), 2, balance=[2, 2], devices=["cpu"] * 2, schedule="1f1b", loss_fn=criterion)
     assert criterion.weight.device == pipe.output_device
     assert list(pipe.state_dict()) == list(layers().state_dict())
-
-
-# Schedules by name and by value
-
-
-@pytest.mark.parametrize(
-    ("schedule", "workers"),
-    [
-        ("1F1B", 4),
-        ("Schedule1F1B", 4),
-        ("ScheduleGPipe", 4),
-        ("ScheduleInterleaved1F1B", 2),
-        ("schedulelooped_bfs", 2),
-        (one_forward_one_backward(4, 5), 4),
-        (interleaved_1f1b(2, 5, 2), 2),
-        (interleaved_1f1b(1, 5, 4), 1),
-    ],
-    ids=lambda value: value if isinstance(value, str) else getattr(value, "name", str(value)),
-)
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 9])
-def test_any_schedule_and_any_number_of_rows(schedule: Any, workers: int, rows: int) -> None:
-    """Fewer micro-batches than stages, and numbers that workers do not divide."""
-    plain = layers()
-    pipe = Pipe(
-        copy.deepcopy(plain), 5, balance=[1] * 4, devices=["cpu"] * workers, schedule=schedule, loss_fn=F.cross_entropy
-    )
-    x, y = torch.randn(rows, 4), torch.randint(3, (rows,))
-    expected = reference_step(plain, x, y, F.cross_entropy, 5, key=0).loss
-    loss = pipe(x, target=y)
-    loss.backward()
-    assert torch.equal(loss, expected)
-    assert same_gradients(pipe, plain)
 
 
 # Targets
@@ -280,7 +247,6 @@ class Two(nn.Module):
     [
         lambda: nn.Sequential(*layers()[:3], LastLayer()),
         lambda: PipeSequential(*layers()[:2], Two(), LastLayerOfTwo()),
-        lambda: nn.Sequential(*layers()[:2], Two(), LastLayerOfTwo()),
         lambda: nn.Sequential(*layers()[:2], Two(), LastLayerOfPair()),
     ],
 )
