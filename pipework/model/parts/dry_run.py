@@ -238,7 +238,8 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
 
     def _follow_input(self, name: str, value: Any) -> None:
         self._follow_leaves("input", name, value)
-        self._inputs.update(Source("input", name, number) for number, _ in enumerate(flatten(value)[0]))
+        leaves = enumerate(flatten(value)[0])
+        self._inputs.update(Source("input", name, number) for number, leaf in leaves if isinstance(leaf, Tensor))
         self._protect(input_name(name), value)
 
     def _is_followed(self, tensor: Tensor) -> bool:
