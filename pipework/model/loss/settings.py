@@ -293,7 +293,7 @@ class LossSettings:
             return rows if amounts is None else amounts
         weights = [self.weight(nested.unflatten(*target)) for target in targets]
         for number, weight in enumerate(weights):
-            if not isinstance(weight, SupportsFloat) or getattr(weight, "ndim", 0):
+            if not isinstance(weight, SupportsFloat) or getattr(weight, "ndim", 0) != 0:
                 got = f"a tensor of shape {tuple(weight.shape)}" if hasattr(weight, "shape") else type(weight).__name__
                 raise TypeError(f"loss_weight gave {got} for micro-batch {number}: wanted a number of at least 0")
         if all(isinstance(weight, Tensor) for weight in weights):  # on an accelerator the host waits once

@@ -176,7 +176,10 @@ class PartRun:
         if beside := self._side_outputs.since(before) if before else {}:
             self._beside[call.name] = beside
         if versions != [version_of(tensor) for tensor in tensors]:
-            raise self._other_way(f"{call.name} changes in place what it is given, as it did not for the sample")
+            raise RuntimeError(
+                f"{call.name} changes in place what it is given, as it did not for the sample, or what an object holds "
+                "that it is given: compute a new tensor there (inplace=False)"
+            )
         self._values[call.name] = unflatten(*flatten(output))  # the glue may empty a list that it gets
         return output
 

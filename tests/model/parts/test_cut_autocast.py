@@ -33,7 +33,12 @@ class Mixed(nn.Module):
         return loss_of(self.head(x if torch.is_autocast_enabled("cpu") else x.float()), labels)
 
 
-SETTINGS = [{"checkpoint": "always"}, {"checkpoint": "never"}, {"schedule": "zb-h1"}, {"schedule": "zb-v"}]
+SETTINGS = [
+    {"checkpoint": "always"},
+    {"schedule": "zb-h1"},
+    pytest.param({"checkpoint": "never"}, marks=pytest.mark.slow),
+    pytest.param({"schedule": "zb-v"}, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=str)

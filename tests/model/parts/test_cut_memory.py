@@ -38,8 +38,7 @@ def bytes_of(model: nn.Module, *, trained: bool) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("kind", [PackedLinear, nn.Linear])
+@pytest.mark.parametrize(("kind", "schedule"), [(PackedLinear, "1f1b"), (nn.Linear, "zb-h1")])
 def test_what_is_added_to_the_base(kind: type[nn.Linear], schedule: str) -> None:
     model = Quantised(kind, width=64)
     for name, parameter in model.named_parameters():
