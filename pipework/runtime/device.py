@@ -23,7 +23,7 @@ from pipework.runtime.random.kernels import device_generator
 from pipework.values.tensor_form import copied
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -41,7 +41,6 @@ class WorkerDevice:
         self.device = device
         self.stream = torch.Stream(device) if is_accelerator(device) else None
         self.generator = None if self.stream is None else device_generator(device)
-        self._waited: torch.Stream | None = None  # for all that this worker has launched
 
     def begin_thread(self) -> None:
         """Called by a new thread of the worker."""
@@ -58,22 +57,13 @@ class WorkerDevice:
     def wait_for_caller(self) -> None:
         """Called by the caller's thread: the worker's next kernels run after all that the caller has launched."""
         if self.stream is not None:
-            self._waited = None
             self.stream.wait_stream(torch.accelerator.current_stream(self.device))
 
-    def hand_over(self, tensors: Sequence[Tensor | None], *, locked: bool = True) -> None:
-        """Called by the thread that reads the worker's results: the thread's stream may read them from now on.
-
-        Args:
-            tensors: the results.
-            locked: whether the engine's lock is held. If it is not, another thread may have the worker launch more.
-        """
+    def hand_over(self, tensors: Iterable[Tensor | None]) -> None:
+        """Called by the thread that reads the worker's results: the thread's stream may read them from now on."""
         if self.stream is not None:
-            current, waited = torch.accelerator.current_stream(self.device), self._waited
-            if waited is None or current != waited:  # a stream compared with None is neither == nor !=
-                current.wait_stream(self.stream)
-                if locked:  # a note that another thread has taken back meanwhile must not come back
-                    self._waited = current
+            current = torch.accelerator.current_stream(self.device)
+            current.wait_stream(self.stream)
             record_on(current, tensors)
 
     def clock(self) -> Clock:
@@ -121,9 +111,6 @@ class StreamClock(Clock):
 class Link:
     """Carries tensors from one worker's device to another's, in one direction; or from the caller to a worker's.
 
-    Its events are recorded again and again. A wait is for the record that was there when the wait was launched, so an
-    event is free as soon as its reader has launched the wait.
-
     Attributes:
         copy_streams: streams of its own, on which it copies; none if both ends are on one device.
     """
@@ -136,7 +123,6 @@ class Link:
             torch.Stream(end.device) for end in (source, destination) if self._crosses and end.stream is not None
         ]
         self._computed: torch.Event | None = None  # what is copied; waited for by the thread that records it
-        self._free: list[torch.Event] = []
         self._copies = False  # since the last `hand_over`
 
     def depart(self, tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], torch.Event | None]:
@@ -154,10 +140,10 @@ class Link:
         else:
             return tensors, None  # such as the gradients of inputs that need none
         if not self._crosses:
-            return tensors, None if source is None else self._recorded(source)
+            return tensors, None if source is None else source.record_event()
         self._copies = True
         if source is not None:
-            self._computed = source.record_event(self._computed)
+            self._computed = source.record_event()
             streams[0].wait_event(self._computed)
         with contextlib.ExitStack() as current:
             for stream in streams:
@@ -165,7 +151,7 @@ class Link:
             copies = tuple(None if tensor is None else self._copy(tensor) for tensor in tensors)
         # A copy between two accelerators runs on the source's stream, and the destination's stream waits for it, so an
         # event of the last stream comes after all copies.
-        return copies, self._recorded(streams[-1])
+        return copies, streams[-1].record_event()
 
     def arrive(self, tensors: tuple[Tensor | None, ...], event: torch.Event | None) -> None:
         """On the receiver's thread, before the tensors are read."""
@@ -173,11 +159,9 @@ class Link:
         if stream is None:
             if event is not None:
                 event.synchronize()
-                self._free.append(event)
             return
         if event is not None:
             stream.wait_event(event)
-            self._free.append(event)
         record_on(stream, tensors)
 
     def hand_over(self, *, received: bool) -> None:
@@ -195,9 +179,6 @@ class Link:
         for stream in self.copy_streams:
             if not received or stream.device == self._source.device:
                 torch.accelerator.current_stream(stream.device).wait_stream(stream)
-
-    def _recorded(self, stream: torch.Stream) -> torch.Event:
-        return stream.record_event(self._free.pop() if self._free else None)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if self._source.stream is not None:

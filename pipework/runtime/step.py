@@ -240,7 +240,7 @@ class Step:
         """
         aliases = self._runs[stage].aliases
         gradients = aliases.gradients() if keep else aliases.take_gradients()
-        self._engine.stages[stage].device.hand_over(gradients, locked=False)
+        self._engine.stages[stage].device.hand_over(gradients)
         return gradients
 
     def _runs_of(self, worker: int) -> dict[int, StageRun]:

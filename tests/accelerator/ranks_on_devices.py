@@ -32,6 +32,7 @@ def one_pipe(mesh: Mesh, device: torch.device) -> None:
     """Two stages, one on each rank."""
     for number, (schedule, checkpoint) in enumerate(CASES):
         model = make_model(number, device)
+        model[7] = Extension()
         plain = copy.deepcopy(model)
         balance = [2] * 4 if schedule == "interleaved-1f1b" else [4] * 2
         pipe = Pipe(model, 4, checkpoint, schedule=schedule, loss_fn=LOSS, mesh=mesh, balance=balance)
@@ -52,19 +53,6 @@ def compare(pipe: Pipe, plain: nn.Sequential, number: int, device: torch.device)
         own = plain.get_parameter(name).grad
         assert isinstance(own, Tensor)
         assert torch.equal(parameter.grad, own)
-
-
-def late_extension(mesh: Mesh, device: torch.device) -> None:
-    """The last rank's layer begins to draw by an extension's kernel, long after the first mini-batches."""
-    late = Extension(on=False)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8), late).to(device)
-    plain = copy.deepcopy(model)
-    pipe = Pipe(model, 4, "always", schedule="1f1b", loss_fn=LOSS, mesh=mesh, balance=[2, 2])
-    for step in range(7):
-        late.on = plain[3].on = step >= 5  # type: ignore[assignment]
-        compare(pipe, plain, step, device)
-        plain.zero_grad()
-        pipe.zero_grad()
 
 
 def two_replicas(mesh: Mesh, device: torch.device) -> None:
@@ -96,8 +84,6 @@ def main() -> None:
     simulated.configure(delay_probability=0.1, delay_us=500, seed=mesh.rank)
     device = torch.device("sim", torch.accelerator.current_device_index())
     (one_pipe if replicas == 1 else two_replicas)(mesh, device)
-    if replicas == 1:
-        late_extension(mesh, device)
     simulated.synchronize_all()
     assert simulated.races() + simulated.poison_reads() == []
     print(f"rank {mesh.rank}: {len(CASES)} cases are equal", flush=True)

@@ -49,31 +49,6 @@ def test_beyond_the_limit_there_is_an_error_and_afterwards_all_goes_on():
     assert torch.accelerator.get_memory_info(0)[1] == used + 18 * KIB
 
 
-def test_emptying_the_cache_waits_for_the_device():
-    used = torch.sim.memory_reserved(0)
-    simulated.configure(memory_limit=used + 18 * KIB)
-    with closed_gate() as (gate, opened):
-        side = torch.Stream("sim")
-        x = kib(12)
-        side.wait_stream(torch.accelerator.current_stream())
-        with side:
-            wait_at(x, gate)
-        x.record_stream(side)
-        del x
-        opened.set()
-        assert kib(12).sum().item() == 0
-
-
-def test_freed_memory_goes_to_the_next_of_its_size_on_its_stream():
-    x = kib(2)
-    address = x.data_ptr()
-    del x
-    with torch.Stream("sim"):
-        assert kib(2).data_ptr() != address
-    assert kib(3).data_ptr() != address
-    assert kib(2).data_ptr() == address
-
-
 def test_an_operator_that_finds_no_memory_raises_at_once():
     x = kib(8)
     simulated.configure(memory_limit=torch.sim.memory_reserved(0))
@@ -113,14 +88,3 @@ def test_pinned_memory_that_a_copy_still_reads_is_not_reused():
         assert torch.empty(1000, pin_memory=True).data_ptr() != address
         opened.set()
     assert target.sum().item() == 1000
-
-
-def test_a_pageable_copy_takes_the_values_of_the_moment():
-    source, target = torch.zeros(4), torch.ones(4, device="sim")
-    torch.accelerator.synchronize()
-    with closed_gate() as (gate, opened):
-        wait_at(target, gate)
-        target.copy_(source, non_blocking=True)
-        source.fill_(7)
-        opened.set()
-    assert target.tolist() == [0] * 4

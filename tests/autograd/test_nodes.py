@@ -118,60 +118,6 @@ def test_hooks_see_the_scaled_gradient_and_may_replace_it(way: Any, pipe: Any, b
         assert torch.equal(parameter.grad, gradient * (4 if parameter is weight else 2))
 
 
-def test_an_optimizer_in_post_accumulate_hooks(way: Any, pipe: Any, batch: Any) -> None:
-    """The step of each parameter is taken, and its gradient freed, as soon as it arrives."""
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in pipe.parameters()}
-
-    def step(parameter: Tensor) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    before = [parameter.detach().clone() for parameter in pipe.parameters()]
-    way.loss(pipe, *batch).backward()
-    expected = [p - 0.1 * gradient for p, gradient in zip(before, gradients(pipe), strict=True)]
-    pipe.zero_grad()
-    for parameter in pipe.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
-    way.loss(pipe, *batch).backward()
-    assert gradients(pipe) == [None] * 8
-    torch.testing.assert_close(list(pipe.parameters()), expected)
-
-
-def test_clipping_sees_all_stages_at_once(way: Any, pipe: Any, batch: Any) -> None:
-    way.loss(pipe, *batch).backward()
-    norm = nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3)
-    assert norm > 1e-3
-    torch.testing.assert_close(torch.cat([gradient.flatten() for gradient in gradients(pipe)]).norm(), norm * 0 + 1e-3)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-        lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, foreach=True),
-        lambda parameters: torch.optim.LBFGS(parameters, lr=0.01, max_iter=3),
-    ],
-)
-def test_optimizers_of_any_kind(way: Any, make: Any, batch: Any) -> None:
-    plain = layers()
-    pipe = way.pipe(plain, 4, balance=[1, 1, 1, 1])
-    optimizers = [make(list(model.parameters())) for model in (plain, pipe)]
-
-    def closure(number: int) -> Tensor:
-        optimizers[number].zero_grad()
-        if number == 0:
-            return way.reference(plain, *batch, 4, key=0).loss
-        loss = way.loss(pipe, *batch)
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        for number, optimizer in enumerate(optimizers):
-            optimizer.step(lambda n=number: closure(n))
-    assert all(map(torch.equal, pipe.parameters(), plain.parameters()))
-
-
 @pytest.mark.parametrize("wanted", [[0], [7], [2, 5], [4, 0, 7]], ids=str)
 def test_autograd_grad_of_some_parameters_leaves_the_others_alone(
     way: Any, pipe: Any, batch: Any, wanted: list[int]
@@ -215,16 +161,6 @@ def test_a_backward_that_brings_no_gradient_delivers_none(way: Any, pipe: Any, b
 # What needs no gradient
 
 
-def test_frozen_layers_get_no_gradient_and_can_be_unfrozen(way: Any, pipe: Any, batch: Any) -> None:
-    pipe[0].requires_grad_(False)
-    pipe[3].requires_grad_(False)
-    way.loss(pipe, *batch).backward()
-    assert [layer.weight.grad is None for layer in pipe] == [True, False, False, True]
-    pipe[0].requires_grad_(True)
-    way.loss(pipe, *batch).backward()
-    assert [layer.weight.grad is None for layer in pipe] == [False, False, False, True]
-
-
 def test_a_fully_frozen_pipe_returns_plain_tensors(way: Any, pipe: Any, batch: Any) -> None:
     pipe.requires_grad_(False)
     x, y = batch
@@ -232,30 +168,6 @@ def test_a_fully_frozen_pipe_returns_plain_tensors(way: Any, pipe: Any, batch: A
     leaf = x.clone().requires_grad_()
     way.loss(pipe, leaf, y).backward()
     assert leaf.grad is not None
-
-
-@pytest.mark.parametrize("way", INSIDE, indirect=True)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad_mode_there_is_a_loss_and_nothing_else(way: Any, pipe: Any, batch: Any, mode: Any) -> None:
-    expected = way.loss(pipe, *batch)
-    for training in (True, False):
-        pipe.train(training)
-        with mode():
-            loss, output = pipe(batch[0], target=batch[1], return_output=True)
-        assert torch.equal(loss, expected)
-        assert not loss.requires_grad
-        assert not output.requires_grad
-    assert gradients(pipe) == [None] * 8
-
-
-@pytest.mark.parametrize("way", INSIDE, indirect=True)
-def test_a_loss_without_a_graph_is_refused(way: Any, batch: Any) -> None:
-    def detached(output: Tensor, target: Tensor) -> Tensor:
-        return output.detach().mean()
-
-    pipe = way.pipe(layers(), 4, balance=[1, 1, 1, 1], loss_fn=detached)
-    with pytest.raises(RuntimeError, match=r"loss_fn \(detached\) returned a loss without a graph"):
-        pipe(batch[0], target=batch[1])
 
 
 # Nothing is left behind

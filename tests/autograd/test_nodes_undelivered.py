@@ -1,8 +1,5 @@
 """Losses on which `backward()` is never called."""
 
-import copy
-import pickle
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -44,13 +41,6 @@ def test_losses_that_are_added_up_are_not_dropped(pipe: Pipe) -> None:
     sum(pipe(X, target=Y) for _ in range(3 * FEW)).backward()
 
 
-def test_gradients_by_other_ways_count(pipe: Pipe) -> None:
-    for step in range(3 * FEW):
-        loss = pipe(X, target=Y)
-        if not step:
-            torch.autograd.grad(loss, [*pipe.parameters()])
-
-
 @pytest.mark.parametrize("how", ["no_grad", "eval", "frozen"])
 def test_where_nothing_is_trained_there_is_nothing_to_deliver(pipe: Pipe, how: str) -> None:
     pipe.train(how != "eval").requires_grad_(how != "frozen")
@@ -70,12 +60,3 @@ def test_a_backward_on_another_thread_may_settle_it_at_any_moment() -> None:
     losses = UndeliveredLosses()
     losses.add(Begun())  # type: ignore[arg-type]
     assert losses.doubts() == []
-
-
-def test_a_copy_begins_anew(pipe: Pipe) -> None:
-    for _ in range(FEW):
-        pipe(X, target=Y)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        copy.deepcopy(pipe)(X, target=Y).backward()
-    assert pickle.loads(pickle.dumps(UndeliveredLosses())).doubts() == []

@@ -17,9 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from pipework import Pipe, spot_checks
-from pipework.autograd import stray_gradients
 from pipework.autograd.aliases import Aliases
-from pipework.autograd.stray_gradients import graph_leaves, refuse_hidden_parameters
+from pipework.autograd.stray_gradients import refuse_hidden_parameters
 from pipework.runtime.stage.stage import Stage
 from pipework.testing import reference_step
 
@@ -65,19 +64,6 @@ def test_a_loss_that_a_layer_keeps(schedule: str, checkpoint: str, inside: bool)
         (loss + gate.aux).backward()
 
 
-def test_a_gradient_of_the_input_alone() -> None:
-    class Penalized(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.penalty = x.square().mean()
-            return super().forward(x)
-
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Penalized(4, 1)))
-    pipe = Pipe(layers, 4, balance=[1, 1], devices=["cpu"] * 2, schedule="1f1b", loss_fn=functional.mse_loss)
-    loss = pipe(torch.randn(8, 4), target=torch.randn(8, 1))
-    with pytest.raises(RuntimeError, match=r"layer '1' \(Sequential\) has one: its '0' keeps 'penalty'"):
-        (loss + pipe[1][0].penalty).backward()
-
-
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_a_loss_of_the_input_of_a_stage_that_is_recomputed(checkpoint: str) -> None:
     class Penalty(nn.Module):
@@ -97,26 +83,6 @@ def test_one_kept_in_a_list() -> None:
     loss = pipe_of(gate)(torch.randn(8, 4), target=torch.randn(8, 1))
     with pytest.raises(RuntimeError, match=LOST + r".* a tensor kept from a forward with its graph, and"):
         (loss + sum(kept)).backward()
-
-
-def test_one_that_weight_norm_keeps_is_not_accused() -> None:
-    gate, kept = Gate(lambda gate, aux, output: kept.append(aux)), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        nn.utils.weight_norm(gate.layer)
-    loss = pipe_of(gate)(torch.randn(8, 4), target=torch.randn(8, 1))
-    with pytest.raises(RuntimeError, match=LOST + r".* a tensor kept from a forward with its graph, and"):
-        (loss + sum(kept)).backward()
-
-
-def test_no_attribute_is_accused_among_several() -> None:
-    def keep(gate: Gate, aux: torch.Tensor, output: torch.Tensor) -> None:
-        gate.aux, gate.seen = aux, output
-
-    gate = Gate(keep)
-    loss = pipe_of(gate)(torch.randn(8, 4), target=torch.randn(8, 1))
-    with pytest.raises(RuntimeError, match=LOST + r".* a tensor kept from a forward with its graph, and"):
-        (loss + gate.aux).backward()
 
 
 FREED = (
@@ -140,15 +106,6 @@ def test_a_tensor_with_its_graph_that_several_micro_batches_use(schedule: str, i
         loss_of(pipe, torch.randn(8, 4), torch.randn(8, 1), inside=inside).backward()
     notes = "\n".join(caught.value.__notes__)
     assert re.search(FREED.format(r" \(layer '0' \(Cached\) has one: it keeps 'cached'\)"), notes), notes
-
-
-def test_a_cache_of_parametrizations() -> None:
-    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    pipe = pipe_of(layer, "1f1b")
-    with nn.utils.parametrize.cached(), pytest.raises(RuntimeError, match="graph a second time") as caught:
-        pipe(torch.randn(8, 4), target=torch.randn(8, 1))
-    notes = "\n".join(caught.value.__notes__)
-    assert re.search(FREED.format(r", by a layer or a cache such as parametrize\.cached\(\)"), notes), notes
 
 
 def test_one_that_is_added_later() -> None:
@@ -210,44 +167,6 @@ def test_right_programs(keep: Callable[[Gate, torch.Tensor, torch.Tensor], None]
         assert parameter.grad is expected.grad is None or torch.equal(parameter.grad, expected.grad)
 
 
-def test_some_gradients_alone_and_several_backwards() -> None:
-    gate = Gate(as_attribute)
-    pipe, x, y = pipe_of(gate, "gpipe", inside=False), torch.randn(8, 4), torch.randn(8, 1)
-    loss = functional.mse_loss(pipe(x), y)
-    torch.autograd.grad(loss, [pipe[3].weight], retain_graph=True)
-    loss.backward(retain_graph=True)
-    before = gate.layer.weight.grad.clone()
-    loss.backward()
-    assert torch.equal(gate.layer.weight.grad, 2 * before)
-
-
-def test_a_pipe_within_a_layer() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-            self.inner = Pipe(layers, 2, balance=[1, 1], devices=["cpu"] * 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x)
-
-    outer = Outer()
-    pipe = pipe_of(outer)
-    pipe(torch.randn(8, 4), target=torch.randn(8, 1)).backward()
-    assert outer.inner[0].weight.grad is not None
-
-
-def test_a_loss_of_the_last_stage_may_read_what_its_layer_keeps() -> None:
-    gate = Gate(as_attribute)
-    layers = nn.Sequential(nn.Linear(4, 4), gate)
-    pipe = Pipe(
-        layers, 4, balance=[1, 1], devices=["cpu"] * 2, schedule="1f1b",
-        loss_fn=lambda output, target: functional.mse_loss(output, target) + gate.aux,
-    )  # fmt: skip
-    pipe(torch.randn(8, 4), target=torch.randn(8, 4)).backward()
-    assert gate.experts.weight.grad.norm() > 0
-
-
 def test_what_a_layer_keeps_does_not_keep_the_pipe() -> None:
     gate = Gate(as_attribute)
     pipe = pipe_of(gate)
@@ -267,34 +186,7 @@ def test_few_mini_batches_have_hooks() -> None:
     assert hooks == [True] * 4 * spot_checks.FIRST + [False] * 4
 
 
-def test_the_hooks_of_a_stage_that_is_gone() -> None:
-    class Stage:
-        place = "stage 0"
-        layers = ()
-
-    stage, leaf = Stage(), torch.ones(2, requires_grad=True)
-    stray = stray_gradients.StrayGradients(stage)  # type: ignore[arg-type]
-    stray.watch([leaf, torch.ones(2)])
-    stray.running = True
-    leaf.sum().backward()
-    stray.running = False
-    with pytest.raises(RuntimeError, match=r"reached stage 0 outside"):
-        leaf.sum().backward()
-    del stage
-    with pytest.raises(RuntimeError, match=r"reached a stage outside"):
-        leaf.sum().backward()
-
-
 # Hidden parameters; pipes with them are in tests/faults/test_odd_losses.py
-
-
-def test_the_leaves_of_a_graph_are_found_once_each() -> None:
-    x, w, frozen = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True), torch.ones(2)
-    outputs = [(x * w).exp() * w * frozen, x + 1, frozen]
-    leaves = list(graph_leaves(outputs))
-    assert {id(leaf) for leaf in leaves} == {id(x), id(w)}
-    assert len(leaves) == 2
-    assert list(graph_leaves([frozen])) == []
 
 
 class _Stage(SimpleNamespace):

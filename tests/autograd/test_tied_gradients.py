@@ -122,32 +122,6 @@ def in_three_stages() -> dict[int, Aliases]:
     return {number: Aliases([holder]) for number, holder in enumerate(holders)}
 
 
-def test_a_gradient_waits_for_the_earlier_stage() -> None:
-    stages = in_three_stages()
-    tied = tied_gradients(stages, no_link)
-    first, second, third = tied[0], tied[1], tied[2]
-    stages[2].leaves[0].grad = torch.ones(2)
-    third.hand_on(5)
-    assert stages[2].leaves[0].grad is None
-    assert first.begun(5) == second.begun(4) == []
-    ((alias, gradient),) = second.begun(5)
-    assert alias is stages[1].leaves[0]
-    assert gradient.tolist() == [1.0, 1.0]
-    assert second.begun(5) == []
-    third.hand_on(6)  # it got no gradient
-    assert second.begun(6) == []
-
-
-@pytest.mark.parametrize("cleared", [1, 2])
-def test_after_a_failure_no_gradient_waits(cleared: int) -> None:
-    stages = in_three_stages()
-    tied = tied_gradients(stages, no_link)
-    stages[2].leaves[0].grad = torch.ones(2)
-    tied[2].hand_on(0)
-    tied[cleared].clear()
-    assert tied[1].begun(0) == []
-
-
 def test_a_gradient_goes_over_the_link() -> None:
     travelled: list[tuple[int, int, str]] = []
 

@@ -56,24 +56,6 @@ def test_what_a_new_thread_has_anyway_is_usual() -> None:
     assert CallerContext.capture(["cpu", "meta"]).is_usual
 
 
-def test_saved_tensor_hooks_see_what_another_thread_saves() -> None:
-    packed: list[torch.Size] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed.append(tensor.shape)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        context = CallerContext.capture([])
-
-    def elsewhere() -> None:
-        with context.entered():
-            torch.ones(3, requires_grad=True).exp()
-
-    on_a_new_thread(elsewhere)
-    assert packed == [torch.Size([3])]
-
-
 def test_autocast_is_off_in_a_backward_and_on_again_after_it() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         context = CallerContext.capture(["cpu"])

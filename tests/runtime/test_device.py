@@ -2,7 +2,6 @@
 
 import time
 
-import pytest
 import torch
 
 from pipework.runtime.device import Link, WorkerDevice, is_accelerator, link
@@ -17,30 +16,6 @@ def test_the_cpu_has_no_stream_and_no_generator_that_workers_share() -> None:
     assert device.generator is None
     for step in (device.begin_thread, device.wait_for_caller, lambda: device.hand_over([torch.zeros(1), None])):
         step()  # nothing to synchronise
-
-
-def test_a_wait_is_not_noted_for_what_a_worker_launches_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, seen = 0, []
-
-    class Stream:
-        def wait_stream(self, worker: object) -> None:
-            nonlocal launched
-            seen.append(launched)
-            if launched == 1 and self is not device.stream:  # as another thread that has the lock may
-                launched = 2
-                device.wait_for_caller()
-
-    device = WorkerDevice(CPU)
-    device.stream, caller = Stream(), Stream()
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: caller)
-    device.wait_for_caller()
-    launched = 1
-    device.hand_over([], locked=False)
-    device.hand_over([])
-    assert seen == [0, 1, 2, 2], "the caller's stream waits for the second launch, too"
-    device.hand_over([])
-    device.hand_over([], locked=False)
-    assert seen == [0, 1, 2, 2], "and once is enough"
 
 
 def test_the_clock_of_the_cpu_is_perf_counter() -> None:
@@ -78,5 +53,5 @@ class _Stream:
 
     def __exit__(self, *error: object) -> None: ...
 
-    def record_event(self, event: _Event | None) -> _Event:
-        return event or _Event()
+    def record_event(self) -> _Event:
+        return _Event()

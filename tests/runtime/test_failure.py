@@ -19,12 +19,6 @@ def test_only_the_first_error_is_kept_and_it_wakes_the_others_once() -> None:
     assert first.__notes__ == ["pipework: stage 1, micro-batch 2, action F"]
 
 
-def test_an_action_without_a_micro_batch_is_named_without_one() -> None:
-    failure, error = Failure(lambda: None), ValueError()
-    failure.report(error, Action("REDUCE", 3, -1))
-    assert error.__notes__ == ["pipework: stage 3, action REDUCE"]
-
-
 def test_a_note_stands_on_an_error_once() -> None:
     error = ValueError()
     add_note(error, "in layer '0'")

@@ -3,8 +3,6 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipework import Pipe
@@ -23,23 +21,6 @@ def test_messages_follow_their_addresses() -> None:
     assert transport.outside.receiver("F", 2)(7)[0] == (tensor,)
     transport.endpoints[0].sender("B", -1)(7, ((None,), None))
     assert transport.outside.receiver("B", -1)(7)[0] == (None,)
-
-
-@given(st.permutations(range(6)), st.permutations(range(6)))
-def test_any_order_of_sending_and_receiving(sent: list[int], wanted: list[int]) -> None:
-    transport = LocalTransport((0, 1), {})
-    send = transport.endpoints[0].sender("F", 1)
-    for micro_batch in sent:
-        send(micro_batch, ((micro_batch,), None))
-    assert [transport.endpoints[1].receiver("F", 1)(number)[0][0] for number in wanted] == wanted
-
-
-def test_several_stages_of_one_worker_pass_values_through_its_own_inbox() -> None:
-    transport = LocalTransport((0, 1, 0), {})
-    transport.endpoints[1].sender("F", 2)(0, (("from 1",), None))
-    transport.outside.sender("B", 2)(0, (("gradient",), None))
-    assert transport.endpoints[0].receiver("B", 2)(0)[0] == ("gradient",)
-    assert transport.endpoints[0].receiver("F", 2)(0)[0] == ("from 1",)
 
 
 def test_receiving_waits_for_the_message() -> None:

@@ -51,14 +51,6 @@ def test_an_exception_is_kept_with_the_name_of_its_action_and_others_are_woken()
     assert error.__notes__ == ["pipework: stage 1, micro-batch 0, action B"]
 
 
-def test_the_first_of_two_exceptions_is_kept() -> None:
-    failure = Failure(lambda: None)
-    run_actions(ORDER, handlers_that_raise(ValueError("first"), ORDER[0]), failure)
-    failure.report(ValueError("second"), ORDER[1])
-    with pytest.raises(ValueError, match="first"):
-        failure.raise_first()
-
-
 def test_a_worker_does_nothing_more_after_another_has_failed() -> None:
     failure = Failure(lambda: None)
     failure.report(ValueError(), None)
@@ -135,40 +127,6 @@ def test_gradients_are_those_of_a_thread_each(schedule: str, checkpoint: str) ->
         loss.backward()
         found.append([loss.detach(), *(parameter.grad for parameter in pipe.parameters())])
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_on_accelerators(schedule: str) -> None:
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    devices = [torch.device(found.type, worker % torch.accelerator.device_count()) for worker in range(2)]
-    results = []
-    for debug in ((), "one_thread"):
-        pipe = Pipe(
-            model(),
-            4,
-            schedule=schedule,
-            loss_fn=nn.functional.mse_loss,
-            devices=devices,
-            debug=debug,
-        )
-        torch.manual_seed(7)
-        for step in range(2):
-            x = torch.linspace(-1, 1 + step, 48).view(8, 6)
-            pipe(x, target=x).backward()
-        results.append([parameter.grad.cpu() for parameter in pipe.parameters() if parameter.grad is not None])
-    assert all(map(torch.equal, *results))
-
-
-def test_the_loss_may_be_outside() -> None:
-    pipes = [Pipe(model(), 4, devices=["cpu"] * 2, debug=debug) for debug in ((), "one_thread")]
-    for pipe in pipes:
-        torch.manual_seed(7)
-        pipe(torch.linspace(-1, 1, 48).view(8, 6)).square().sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*(pipe.parameters() for pipe in pipes), strict=True))
-    with torch.no_grad():
-        assert torch.equal(*(pipe.eval()(torch.ones(8, 6)) for pipe in pipes))
 
 
 def test_all_layers_run_on_one_thread_with_all_cores() -> None:

@@ -27,11 +27,6 @@ def test_each_job_runs_on_a_thread_of_its_own() -> None:
     assert sorted(names) == sorted([f"pipework worker {number}" for number in range(3)] * 2)
 
 
-def test_jobs_run_at_the_same_time() -> None:
-    meeting = threading.Barrier(3, timeout=20)
-    cpu_workers(3).run([meeting.wait] * 3, pytest.fail)
-
-
 def test_threads_end_when_the_workers_are_dropped(own_workers: Callable[[], list[threading.Thread]]) -> None:
     workers = cpu_workers(2)
     assert len(own_workers()) == 2

@@ -4,7 +4,6 @@ import inspect
 import io
 import itertools
 import pickle
-import threading
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 
 from pipework.model.sequential import TupleRule
 from pipework.runtime.skips import skip_tracker
-from pipework.runtime.stage.execution_views import View
 from pipework.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
 
 
@@ -131,14 +129,6 @@ class TestWithoutAPipe:
         assert layer(torch.tensor(1), torch.tensor(2), factor=5) == (5, 2)
         assert skip_tracker.current().load((None, "sum")) == 3
 
-    def test_a_plain_forward_if_nothing_is_declared(self):
-        @skippable()
-        class Plain(nn.Module):
-            def forward(self, x):
-                return x + 1
-
-        assert Plain()(torch.tensor(1)) == 2
-
     def test_a_failed_run_leaves_nothing_that_matters(self):
         fork, join = Fork(), Join()
         fork(torch.zeros(2, 4))  # nobody pops this
@@ -155,82 +145,6 @@ class TestWithoutAPipe:
             assert torch.allclose(model(x), raw(model[0]).linear(x) + 3 * x)
         with pytest.raises(KeyError):  # kept until the last pop, and no longer
             skip_tracker.current().load((None, "identity"))
-
-    def test_a_u_net(self):
-        @skippable(stash=["level"])
-        class Down(nn.Module):
-            def __init__(self, channels):
-                super().__init__()
-                self.convolution = nn.Conv2d(channels, 2 * channels, 3, padding=1)
-
-            def forward(self, x):
-                yield stash("level", x)
-                return nn.functional.max_pool2d(self.convolution(x).relu(), 2)
-
-        @skippable(pop=["level"])
-        class Up(nn.Module):
-            def __init__(self, channels):
-                super().__init__()
-                self.convolution = nn.Conv2d(3 * channels, channels, 3, padding=1)
-
-            def forward(self, x):
-                level = yield pop("level")
-                return self.convolution(torch.cat([level, nn.functional.interpolate(x, scale_factor=2)], 1)).relu()
-
-        def u_net(channels, depth):
-            if depth == 0:
-                return nn.Conv2d(channels, channels, 3, padding=1)
-            namespace = Namespace()
-            down, up = (half(channels).isolate(namespace) for half in (Down, Up))
-            return nn.Sequential(down, u_net(2 * channels, depth - 1), up)
-
-        def by_hand(net, x):
-            if isinstance(net, nn.Conv2d):
-                return net(x)
-            down, inside, up = net
-            below = by_hand(inside, nn.functional.max_pool2d(raw(down).convolution(x).relu(), 2))
-            return raw(up).convolution(torch.cat([x, nn.functional.interpolate(below, scale_factor=2)], 1)).relu()
-
-        net = u_net(2, 3)
-        verify_skippables(net)
-        x = torch.randn(2, 2, 16, 16)
-        results = []
-        for output in (net(x), by_hand(net, x)):
-            results.append([output, *torch.autograd.grad(output.square().sum(), list(net.parameters()))])
-        assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
-
-    def test_each_thread_has_its_own_tensors(self):
-        """As in the replicas of nn.DataParallel: shallow copies, each in a thread."""
-
-        def replica(module):
-            twin = module._replicate_for_data_parallel()
-            for name, child in module._modules.items():
-                setattr(twin, name, replica(child))
-            for name, parameter in module._parameters.items():
-                setattr(twin, name, parameter.detach())
-            return twin
-
-        class Meet(nn.Module):
-            def forward(self, x):
-                barrier.wait()
-                return x
-
-        model = nn.Sequential(Fork(), Meet(), Join(), Join())
-        verify_skippables(model)
-        barrier = threading.Barrier(2)
-        inputs, outputs = torch.randn(2, 3, 4), {}
-        replicas = [replica(model) for _ in inputs]
-
-        def run(i):
-            outputs[i] = replicas[i](inputs[i])
-
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for i, x in enumerate(inputs):
-            assert torch.allclose(outputs[i], residual(model[0], x) + x)
 
 
 class TestTheTracker:
@@ -256,11 +170,6 @@ class TestTheTracker:
         assert key == (namespace, "identity")
         assert tensor is x
         assert (poppers, poppers_afterwards) == (1, 2)
-
-    def test_is_asked_through_a_view_of_the_layer_too(self):
-        fork = Fork()
-        x = torch.randn(2, 4)
-        assert torch.equal(Join()(View(fork).module(x)), residual(fork, x))
 
 
 class TestErrors:
@@ -330,15 +239,6 @@ class TestErrors:
                 yield stash("x", [x])
 
         self.failing(TypeError, "'x' must be stashed as a tensor or None, not as list", StashList())
-
-    def test_an_error_of_the_layer_itself_comes_through(self):
-        @skippable(stash=["x"])
-        class Broken(nn.Module):
-            def forward(self, x):
-                yield stash("x", x)
-                raise KeyError("mine")
-
-        self.failing(KeyError, "'mine'", Broken())
 
     def test_a_string_is_no_list_of_names(self):
         with pytest.raises(TypeError, match=r"^stash must be a list of names, .* 'skip': write \['skip'\]$"):
@@ -432,13 +332,6 @@ class TestTheClass:
         assert twin[0].module is not model[0].module
         twin[0].isolate(Namespace())
         assert list(model[0].stashed_keys()) == [(None, "identity")]
-
-    @pytest.mark.slow
-    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-    def test_can_be_compiled(self):
-        model = nn.Sequential(Fork(), nn.ReLU(), Join())
-        x = torch.randn(2, 4)
-        assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
 
 
 class Bystander(nn.Module):

@@ -154,14 +154,12 @@ class _ThreadStream(threading.local):
     Attributes:
         stream: see the class.
         of_shards: the contexts of modules that draw for a shard, and have not returned yet.
-        drawn: the last number that was drawn for a key; None: there is none.
     """
 
     stream: RandomStream | None = None
 
     def __init__(self) -> None:
         self.of_shards: list[contextlib.AbstractContextManager[None]] = []
-        self.drawn: Tensor | None = None
 
 
 # The dispatcher's table is process-wide state of PyTorch; these three names mirror it.

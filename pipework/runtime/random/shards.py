@@ -19,28 +19,13 @@ import torch
 
 from pipework import torch_private
 from pipework.runtime.random import kernels
-from pipework.runtime.random.streams import RandomStream, mix
+from pipework.runtime.random.streams import Key, RandomStream, mix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class _ShardStream(RandomStream):
-    """Stands for a stream while numbers of one shard are drawn."""
-
-    __slots__ = ("_own_seed",)
-
-    def __init__(self, whole: RandomStream, seed: int) -> None:
-        super().__init__(whole.key)
-        self.moves_generators, self.holds = whole.moves_generators, whole.holds
-        self._own_seed = seed
-
-    def seed(self) -> int:
-        """The one that it was given."""
-        return self._own_seed
 
 
 @contextlib.contextmanager
@@ -55,7 +40,8 @@ def drawing_for_shard(place: int) -> Iterator[None]:
         yield
         return
     drawn = torch.empty((), dtype=torch.int64).random_(generator=stream.generator())
-    own = _ShardStream(stream, mix(int(drawn), place, 0))
+    own = RandomStream(Key(mix(int(drawn), place, 0)))
+    own.moves_generators, own.holds = stream.moves_generators, stream.holds
     with kernels.drawing_from(own), contextlib.ExitStack() as stack:
         for hold in own.holds.values():
             stack.enter_context(hold.seeded(own.seed()))

@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipework import torch_private
 from pipework.runtime.random import kernels
@@ -77,12 +77,7 @@ def function_may_draw(function: Callable[..., object] | None) -> bool:
 
 def draw_key() -> int:
     """One 64-bit draw from the caller's default CPU generator."""
-    drawn = kernels.thread_stream.drawn
-    if drawn is None:
-        with torch.inference_mode(False):  # the thread writes to it also outside of that mode
-            drawn = torch.empty((), dtype=torch.int64, device="cpu")
-        if type(drawn) is Tensor:  # and not that of a mode
-            kernels.thread_stream.drawn = drawn
+    drawn = torch.empty((), dtype=torch.int64, device="cpu")
     if kernels.thread_stream.stream is None:  # else the caller is a layer of a pipe, and draws from its own stream
         torch_private.random_on_cpu(drawn)
     else:

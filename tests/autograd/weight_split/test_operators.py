@@ -1,6 +1,5 @@
 """Each operator that can put gradients off gives autograd's bits, and really puts them off."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipework.autograd.weight_split.detached_graph import OPERATORS, with_detached_graph
+from pipework.autograd.weight_split.detached_graph import with_detached_graph
 from pipework.autograd.weight_split.store import WeightGradientAlias, WeightGradientStore
 from tests.autograd.weight_split.harness import Layer, check
 
@@ -158,24 +157,6 @@ def test_transposed_convolutions(dimensions: int, geometry: dict[str, Any], grad
 
 
 @every_dtype
-def test_convolutions_of_images_with_the_channels_last(dtype: torch.dtype) -> None:
-    batches = three(lambda: of((2, 4, 5, 5), torch.float32).detach().to(dtype, memory_format=torch.channels_last))
-    weight = of((8, 4, 3, 3), dtype)
-    check(lambda w, x: F.conv2d(x, w), [weight], batches, waits=True)
-    check(lambda w, x: F.conv2d(x, w), [weight.detach().to(memory_format=torch.channels_last)], batches, waits=False)
-    last = weight.detach().to(memory_format=torch.channels_last).requires_grad_()
-    check(lambda w, x: F.conv2d(x, w), [last], batches, waits=True)
-
-
-def test_positional_arguments_of_convolutions() -> None:
-    weight, bias = of((8, 2, 3), torch.float32), of((8,), torch.float32)
-    batches = three(lambda: of((2, 4, 7), torch.float32))
-    check(lambda w, b, x: F.conv1d(x, w, b, 2, 2, 2, 2), [weight, bias], batches, waits=True)
-    weight = of((4, 4, 3), torch.float32)
-    check(lambda w, b, x: F.conv_transpose1d(x, w, b, 2, 1, 1, 2, 2), [weight, bias], batches, waits=True)
-
-
-@every_dtype
 @pytest.mark.parametrize("by_frequency", BOTH)
 @pytest.mark.parametrize("padding", [None, 0, 3, -1, -7])
 @pytest.mark.parametrize("shape", [(5,), (3, 9), (0,), (2, 3, 4), ()], ids=str)
@@ -212,9 +193,3 @@ def test_a_sparse_gradient_is_not_put_off() -> None:
     for options, is_put_off in (({}, True), ({"sparse": True}, False), ({"max_norm": 1.0}, False)):
         operation = with_detached_graph(F.embedding, (torch.tensor([1]), weight), options)
         assert (operation is not None) == is_put_off
-
-
-def test_every_operator_says_what_it_is() -> None:
-    for function, make in OPERATORS.items():
-        assert callable(function)
-        assert inspect.isroutine(make)

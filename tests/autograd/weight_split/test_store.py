@@ -65,15 +65,6 @@ def test_a_parameter_used_by_another_operator_too_is_not_put_off(dtype: torch.dt
 
 
 @every_dtype
-def test_a_weight_beside_a_bias_that_is_not_put_off_is_summed_as_autograd_does(dtype: torch.dtype) -> None:
-    def layer(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-        return F.linear(F.linear(F.linear(x, weight).tanh(), weight).tanh(), weight, bias) * bias
-
-    parameters, inputs = [of(7, 7, dtype=dtype), of(7, dtype=dtype)], batches(9, 7, dtype=dtype)
-    same(split(layer, parameters, inputs).of_parameters, plainly(layer, parameters, inputs).of_parameters)
-
-
-@every_dtype
 def test_a_weight_tied_between_embedding_and_output(dtype: torch.dtype) -> None:
     def layer(weight: Tensor, indices: Tensor) -> Tensor:
         return F.linear(F.embedding(indices, weight).tanh(), weight)
@@ -256,14 +247,6 @@ def test_saved_tensors_hooks_see_what_is_kept() -> None:
     assert sorted(unpacked) == list(range(len(packed)))
 
 
-def test_saved_tensors_hooks_may_lay_out_the_input_anew() -> None:
-    def layer(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.contiguous):
-            return F.linear(x.transpose(0, 1), weight, bias)
-
-    check(layer, [of(3, 3), of(3)], batches(17, 19, 3), waits=True)
-
-
 @pytest.mark.parametrize("operator", [F.linear, lambda x, w: torch.einsum("bi,ji->bj", x, w)])
 def test_a_retained_graph_can_be_run_twice(operator: Callable[[Tensor, Tensor], Tensor]) -> None:
     weight, inputs = of(3, 3), [of(2, 3) for _ in range(3)]
@@ -320,19 +303,6 @@ def test_under_autocast(how: str, grad: bool) -> None:
     check(autocast(layer), [of(*shape)], batches(5, 4, grad=grad), waits=True)
 
 
-def test_autocast_with_and_without() -> None:
-    def layer(weight: Tensor, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = F.linear(x, weight).float()
-        y = F.linear(y, weight)
-        with torch.autocast("cpu", torch.bfloat16):
-            return F.linear(y, weight)
-
-    expected, actual = (way(layer, [of(7, 7)], batches(9, 7)) for way in (plainly, split))
-    assert actual.waits == [True]
-    assert expected.of_parameters[0] is not None
-
-
 def test_autocast_makes_one_copy_of_a_parameter_in_a_mini_batch() -> None:
     stage = Stage([of(3, 3), of(3)])
     (weight, bias) = stage.aliases
@@ -373,35 +343,6 @@ def test_cross_attention_is_put_off_in_part() -> None:
     check_module(nn.MultiheadAttention(8, 2, batch_first=True), inputs, waits=names)
 
 
-def test_attention_with_projections_of_their_own_puts_each_off_but_not_the_bias_that_they_share() -> None:
-    attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4, batch_first=True)
-    inputs = [[of(3, 5, 8), of(3, 7, 6), of(3, 7, 4)] for _ in range(3)]
-    waits = {name: name != "in_proj_bias" for name, _ in attention.named_parameters()}
-    assert [name for name in waits if "proj_weight" in name] == ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
-    check_module(attention, inputs, waits=waits)
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_layers_are_not_put_off_but_right(kind: type[nn.Module]) -> None:
-    def layer(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
-        hidden = x.new_zeros(1, x.shape[1], 3)
-        if kind is nn.LSTM:
-            return torch.lstm(x, (hidden, hidden), [w, v], False, 1, 0.0, True, False, False)[0]
-        return torch.gru(x, hidden, [w, v], False, 1, 0.0, True, False, False)[0]
-
-    gates = 12 if kind is nn.LSTM else 9
-    check(layer, [of(gates, 4), of(gates, 3)], batches(5, 2, 4), waits=False)
-
-
-def test_a_network() -> None:
-    network = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU(inplace=True), nn.Flatten(),
-        nn.Linear(64, 5), nn.ReLU(inplace=True), nn.Linear(5, 2),
-    )  # fmt: skip
-    waits = {name: not name.startswith("1.") for name, _ in network.named_parameters()}
-    check_module(network, batches(2, 3, 6, 6), waits=waits)
-
-
 # Functions around layers
 
 
@@ -423,17 +364,6 @@ def test_checkpoint_without_reentry(inner: str, grad: bool, dtype: torch.dtype) 
 
     waits = inner == "linear"
     check(layer, [of(4, 4, dtype=dtype)], batches(3, 4, grad=grad, dtype=dtype), waits=waits)
-
-
-@every_dtype
-def test_checkpoint_with_reentry(dtype: torch.dtype) -> None:
-    def block(x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(F.linear(x, weight).tanh(), weight)
-
-    def layer(weight: Tensor, x: Tensor) -> Tensor:
-        return checkpoint(lambda y: block(y, weight), x, use_reentrant=True) * 2  # type: ignore[no-any-return]
-
-    check(layer, [of(4, 4, dtype=dtype)], batches(3, 4, dtype=dtype), waits=True)
 
 
 TRANSFORMS: dict[str, Layer] = {

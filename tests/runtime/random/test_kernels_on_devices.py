@@ -76,28 +76,6 @@ def test_a_device_has_one_generator() -> None:
     assert device_generator(torch.device("cpu")) is device_generator(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_workers_of_one_device_have_the_same_masks_in_forward_and_backward(kind: str, mode: str, stages: int) -> None:
-    device = device_of(kind)
-    plain = blocks().to(device)
-    balance = {2: [2, 3], 4: [1, 1, 1, 2]}[stages]
-    pipe = Pipe(copy.deepcopy(plain), 4, mode, balance=balance, devices=[device] * stages)
-    for seed in range(4):
-        x = torch.randn(16, WIDTH, device=device)
-        torch.manual_seed(seed)
-        reference = reference_backward(plain, x, torch.sum, 4, draw_key())
-        torch.manual_seed(seed)
-        output = pipe(x)
-        output.sum().backward()
-        assert torch.equal(output, reference.output)
-        for expected, actual in zip(plain.parameters(), pipe.parameters(), strict=True):
-            assert torch.equal(actual.grad, expected.grad)
-        plain.zero_grad()
-        pipe.zero_grad()
-
-
 class Recomputed(nn.Sequential):
     """A layer with a checkpoint of its own, which is computed again within the stage's backward."""
 

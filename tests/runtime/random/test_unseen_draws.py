@@ -113,19 +113,6 @@ def test_numbers_depend_on_no_cut(layer: Callable[[], nn.Module], balance: list[
         compare(plain, pipe, seed, rtol=0 if exact else 1e-4)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("balance", [[6], [3, 3], [1, 2, 2, 1]])
-def test_a_layer_may_begin_to_draw_at_any_time(balance: list[int]) -> None:
-    plain = blocks(Late(), Late()).to(accelerator())
-    pipe = pipe_of(plain, balance)
-    for seed in range(2 * STEPS):
-        for model in (plain, pipe):
-            for layer in model.modules():
-                if isinstance(layer, Late):
-                    layer.on = seed >= STEPS
-        compare(plain, pipe, seed)
-
-
 class OfEach(nn.Module):
     """Saves the generators of two devices at the same time as another worker, then draws."""
 

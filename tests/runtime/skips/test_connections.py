@@ -50,10 +50,6 @@ def send(ports: SkipPorts, *tensors: Tensor | None, same: tuple[tuple[int, int],
     ports.send(0, tuple(tensor for tensor in tensors if tensor is not None), Bundle(None, 0, present, same), [])
 
 
-def test_gradients_come_only_where_stages_stash_or_pop() -> None:
-    assert [SkipPorts(stage, SKIPS[:2]).any_gradients for stage in range(4)] == [True, True, True, False]
-
-
 def test_tensors_go_straight_to_every_stage_that_pops_and_gradients_back_to_the_one_below(
     ports: list[SkipPorts],
 ) -> None:
@@ -93,17 +89,6 @@ def test_none_may_be_stashed_and_has_no_gradient(ports: list[SkipPorts]) -> None
     assert ports[0].receive_gradients(0) == (None,)
 
 
-def test_the_tracker_of_a_stage_has_what_it_pops_and_collects_what_it_stashes(ports: list[SkipPorts]) -> None:
-    alias: Tensor = torch.ones(1)
-    popping = ports[2].tracker({0: alias})
-    assert popping.load("a") is alias
-    assert popping.load("b") is None
-    stashing = ports[0].tracker({})
-    stashing.save("b", alias, 1)
-    stashing.save("a", None, 2)
-    assert stashing.outgoing() == (None, alias)
-
-
 def test_stages_of_one_place_hand_a_tensor_on() -> None:
     ports, sent = connected([Skip("a", 0, (1, 2, 3, 5), (0, 1, 0, 1, 0, 1))])
     ports[0].receive(0, (), None)
@@ -117,14 +102,6 @@ def test_stages_of_one_place_hand_a_tensor_on() -> None:
     for stage in (5, 3, 2, 1):
         ports[stage].send_gradients(0, (torch.ones(2),))
     assert sent == [("B skip 0", 3), ("B skip 0", 2), ("B skip 0", 1), ("B skip 0", 0)]
-
-
-def test_a_device_gets_one_copy() -> None:
-    skip = Skip("a", 0, (1, 2, 3), places=("cpu", "cuda:0", "cuda:1", "cuda:0"))
-    assert sorted(skip.hops) == [(0, 1), (0, 2), (1, 0), (1, 3), (2, 1), (3, 2)]
-    assert [skip.value_from(stage) for stage in (1, 2, 3)] == [0, 0, 1]
-    one = Skip("a", 0, (1, 2), places=("cpu", "cuda:0", "cuda:0"))
-    assert sorted(one.hops) == [(0, 1), (1, 0), (1, 2), (2, 1)]
 
 
 def test_the_gradient_of_a_tensor_that_is_returned_too_goes_to_the_stage_behind() -> None:

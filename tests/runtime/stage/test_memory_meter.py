@@ -30,16 +30,6 @@ def test_what_autograd_saves_is_counted_once_without_parameters() -> None:
     z.sum().backward()
 
 
-def test_a_checkpointed_micro_batch_holds_its_inputs_only() -> None:
-    meter = MemoryMeter([])
-    x = torch.ones(4, 8, requires_grad=True)
-    with meter.measuring(0, 0, [x]):
-        x.tanh()
-    meter.checkpointed(0, 0, [x])
-    peak(meter)
-    assert peak(meter) == x.nbytes
-
-
 def test_the_users_own_hooks_are_still_called() -> None:
     packed: list[int] = []
 
@@ -177,13 +167,3 @@ def test_between_the_halves_nothing_is_alive_but_what_the_weights_need() -> None
     )  # fmt: skip
     pipe(torch.randn(6, 4), target=torch.zeros(6, 1)).backward()
     assert alive == [[], [False], [False, False]]
-
-
-def test_times_alone() -> None:
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), chunks=2, balance=[1, 1], devices=["cpu", "cpu"])
-    with pipe.record(memory=False) as recording:
-        pipe(torch.randn(4, 4)).sum().backward()
-    line = recording.timeline()
-    assert {each.action.kind for each in line.intervals} == {"F", "R", "B"}
-    assert line.makespan > 0
-    assert {(each.memory, each.held, each.sent) for each in line.intervals} == {(0, 0, 0)}
