@@ -382,7 +382,7 @@ class Executor:
             return False
         self._scaler_checks -= 1
         dtypes = {parameter.dtype for stage in step.stages for parameter in step.parameters(stage)}
-        return torch.float16 in dtypes.union(autocast.dtype for autocast in context.autocasts)
+        return torch.float16 in dtypes.union(dtype for _, dtype, _ in context.autocasts)
 
     def prepared(
         self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any, *, grad: bool, keeps_output: bool

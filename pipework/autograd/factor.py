@@ -38,7 +38,7 @@ class Factor:
             self._stream = torch.accelerator.current_stream(value.device)
             self._known = self._stream.record_event()
         else:
-            self._number = value
+            self.number = value
 
     @classmethod
     def of(cls, gradient: Tensor, scale: float | Tensor) -> Self:
@@ -61,14 +61,9 @@ class Factor:
         """Whether `number` waits for no accelerator."""
         return self._tensor is None
 
-    @property
+    @cached_property
     def number(self) -> float:
         """The factor itself; the host waits for one that is still being computed on an accelerator."""
-        return self._number
-
-    @cached_property
-    def _number(self) -> float:
-        """For gradients on the CPU: of a factor on an accelerator the host has to wait for it."""
         assert self._tensor is not None
         self._known.synchronize()
         return float(self._tensor)
@@ -76,7 +71,7 @@ class Factor:
     @property
     def is_one(self) -> bool:
         """Whether it is known to be 1."""
-        return self._tensor is None and self._number == 1.0
+        return self._tensor is None and self.number == 1.0
 
     def times(self, gradients: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
         """The gradients, multiplied.
@@ -99,7 +94,7 @@ class Factor:
     def _on(self, device: torch.device) -> float | Tensor:
         """The factor for gradients on a device, ready for its current stream."""
         if self._tensor is None or self._tensor.device.type != device.type:
-            return self._number
+            return self.number
         stream = torch.accelerator.current_stream(self._tensor.device)
         if stream != self._stream:
             stream.wait_event(self._known)

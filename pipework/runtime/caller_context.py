@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from pipework.torch_private import TorchDispatchMode
 
 
-class Autocast(NamedTuple):
-    """One device type's autocast state."""
-
-    device_type: str
-    dtype: torch.dtype
-    cache_enabled: bool
-
-
 class CallerContext(NamedTuple):
-    """The thread-local settings of the thread that called the pipe, taken by `capture`."""
+    """The thread-local settings of the thread that called the pipe, taken by `capture`.
+
+    Attributes:
+        grad: whether gradients are recorded.
+        inference: whether inference mode is on.
+        autocasts: of each type of device where autocast is on: the type, the dtype, and whether casts are cached.
+        saved_tensor_hooks: the innermost ones.
+        default_device: None: the CPU.
+    """
 
     grad: bool
     inference: bool
-    autocasts: tuple[Autocast, ...]
+    autocasts: tuple[tuple[str, torch.dtype, bool], ...]
     saved_tensor_hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
     default_device: torch.device | None
 
@@ -56,7 +56,7 @@ class CallerContext(NamedTuple):
             inference=torch.is_inference_mode_enabled(),
             autocasts=tuple(
                 [
-                    Autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
+                    (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
                     for device_type in device_types
                     if device_type != "meta" and torch.is_autocast_enabled(device_type)  # which refuses "meta"
                 ]
@@ -87,8 +87,7 @@ class CallerContext(NamedTuple):
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            for autocast in self.autocasts:
-                kind, dtype, cached = autocast.device_type, autocast.dtype, autocast.cache_enabled
+            for kind, dtype, cached in self.autocasts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cached))
             if self.saved_tensor_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
@@ -100,8 +99,8 @@ class CallerContext(NamedTuple):
     def without_autocast(self) -> Iterator[None]:
         """Inside of `entered`: switches autocast off for a backward, and keeps its cache of casts."""
         with contextlib.ExitStack() as stack:
-            for autocast in self.autocasts:
-                stack.enter_context(torch.autocast(autocast.device_type, enabled=False))
+            for kind, _, _ in self.autocasts:
+                stack.enter_context(torch.autocast(kind, enabled=False))
             yield
 
 

@@ -17,10 +17,8 @@ import base64
 import dataclasses
 import inspect
 import sys
-from collections import OrderedDict, defaultdict, namedtuple
-from enum import Enum, Flag
-from functools import reduce
-from operator import or_
+from collections import OrderedDict, namedtuple
+from enum import Enum
 from types import EllipsisType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,9 +37,6 @@ DTYPES: Final = MappingProxyType(
 SUPPORTED: Final = (
     "None, bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, slice, range, ... and members "
     "of enums"
-)
-_FACTORIES: Final = MappingProxyType(
-    {None: None, "list": list, "dict": dict, "int": int, "float": float, "set": set, "str": str}
 )
 
 
@@ -206,12 +201,6 @@ def _encode_node(kind: Any, context: Any) -> tuple[str, Any]:
     elif kind is DataclassNode:
         kind, context = context
         _check_dataclass(kind, context)
-    elif kind is defaultdict:
-        factory = getattr(context[0], "__name__", None)
-        if _FACTORIES.get(factory) is not context[0]:
-            names = ", ".join(map(str, _FACTORIES))
-            raise EncodeError(f"a defaultdict that makes its values with {context[0]!r}, not one of {names},")
-        context = [factory, *context[1]]
     name = class_name(kind)
     try:
         return name, encode_value(context)
@@ -220,8 +209,6 @@ def _encode_node(kind: Any, context: Any) -> tuple[str, Any]:
 
 
 def _decode_node(kind: Any, context: Any) -> tuple[Any, Any]:
-    if kind is defaultdict:
-        return kind, [_FACTORIES[context[0]], context[1:]]
     if kind in pytree.SUPPORTED_NODES and kind is not DataclassNode:
         return kind, context
     if pytree.is_namedtuple_class(kind):
@@ -245,7 +232,7 @@ def _encode_leaf(value: Any) -> Any:
     if row not in _LEAVES:
         raise EncodeError(f"a value of type {_described(kind)}")
     items = _LEAVES[row][0](value)
-    if row is Enum and _member(*items) is not value:
+    if row is Enum and kind.__members__.get(items[1]) is not value:  # such as the union of two members of a Flag
         raise EncodeError(f"a value of type {_described(kind)} that is no member of it")
     return {"$": row.__name__, "items": list(map(encode_value, items))}
 
@@ -264,18 +251,14 @@ def _steps(spec: pytree.TreeSpec) -> list[str]:
     kind, context = spec.type, spec.context
     if kind is namedtuple or kind is DataclassNode:
         return [f".{name}" for name in (context._fields if kind is namedtuple else context[1])]
-    keys = context[1] if kind is defaultdict else context
-    return [f"[{key!r}]" for key in (keys if kind in (dict, OrderedDict, defaultdict) else range(spec.num_children))]
+    return [f"[{key!r}]" for key in (context if kind in (dict, OrderedDict) else range(spec.num_children))]
 
 
-def _member(name: str, members: str) -> Any:
-    """A member of an enum, or the flag with several members, `"LEFT|RIGHT"`, or with none."""
+def _member(name: str, member: str) -> Any:
     kind = named_class(name)
-    if not issubclass(kind, Enum):
-        raise ValueError(f"{_described(kind)} is no enum")
-    if members in kind.__members__ or not issubclass(kind, Flag):
-        return kind.__members__[members]
-    return reduce(or_, [kind.__members__[each] for each in members.split("|") if each], kind(0))
+    if not issubclass(kind, Enum) or member not in kind.__members__:
+        raise ValueError(f"{_described(kind)} is no enum with the member {member}")
+    return kind.__members__[member]
 
 
 def _check_dataclass(kind: Any, names: tuple[str, ...]) -> None:

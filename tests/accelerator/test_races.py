@@ -1,7 +1,5 @@
 """A missing wait, a missing record_stream and a stale read are reported; what is ordered is not."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
@@ -87,19 +85,6 @@ def test_reads_do_not_race_with_reads_nor_parts_with_other_parts(numbers):
     assert simulated.races() == []
     earlier_write(numbers[2:])
     assert "is not ordered after read by" in only(simulated.races())
-
-
-@pytest.mark.parametrize(("races", "reports"), [(1, 0), (2, 1)])
-def test_whether_host_threads_share_what_they_have_waited_for_is_a_setting(numbers, races, reports):
-    simulated.configure(races=races)
-    torch.accelerator.synchronize()
-    side = torch.Stream("sim")
-    with side:
-        earlier_write(numbers)
-    with ThreadPoolExecutor(1) as other:
-        other.submit(side.synchronize).result()
-    later_read(numbers)
-    assert len(simulated.races()) == reports
 
 
 def freed_while_another_stream_reads(record):

@@ -87,20 +87,6 @@ def test_a_second_backward_without_retain_graph_says_what_to_do(way: Any, pipe: 
     assert note.startswith("pipework: this mini-batch has gone backward before. Call the pipe again")
 
 
-def test_what_is_in_grad_already_is_added_to_and_never_rescaled(way: Any, pipe: Any, batch: Any) -> None:
-    way.loss(pipe, *batch).backward()
-    once = [gradient.clone() for gradient in gradients(pipe)]
-    held = gradients(pipe)
-    with torch.no_grad():
-        way.loss(pipe, *batch)
-    way.loss(pipe, *batch)  # dropped: nothing of it is delivered
-    assert all(map(torch.equal, gradients(pipe), once))
-    (way.loss(pipe, *batch) * 4).backward()
-    for gradient, before, first in zip(gradients(pipe), held, once, strict=True):
-        assert gradient is before
-        assert torch.equal(gradient, first + 4 * first)
-
-
 # What autograd does with them
 
 

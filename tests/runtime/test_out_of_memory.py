@@ -63,16 +63,3 @@ def test_where_a_copy_found_no_memory_is_named() -> None:
     add_note(error, no_memory_to_receive(torch.device("meta")))
     note_memory(error, Action("F", 0, 2), stages, runs)
     assert "out of memory on meta in action F of stage 0" in error.__notes__[-1]
-
-
-def test_a_table_that_cannot_be_made_leaves_the_error_as_it_is() -> None:
-    class Broken:
-        index = 0
-
-        @property
-        def modules(self) -> list[nn.Module]:
-            raise MemoryError
-
-    error = MemoryError("first")
-    note_memory(error, None, [Broken()], [None])  # type: ignore[list-item]
-    assert not hasattr(error, "__notes__")

@@ -7,9 +7,7 @@ from pipework.schedule import (
     fill_drain,
     forward_only,
     interleaved_1f1b,
-    looped_bfs,
     one_forward_one_backward,
-    split_at_loss,
     with_recompute,
 )
 
@@ -23,13 +21,6 @@ def test_forwards_and_others_are_the_whole_in_the_same_order() -> None:
     text = [[" ".join(map(str, order)) for order in orders] for orders in (program.forwards, program.others)]
     assert text == [["0F0 0F1 0F2", "1F0 1F1 1F2"], ["0R0 0B0 0R1 0B1 0B2", "1R0 1B0 1R1 1B1 1B2"]]
     assert program.whole is program.schedule.orders
-
-
-def test_of_fill_drain_they_are_its_phases() -> None:
-    for each in (fill_drain(3, 4), looped_bfs(2, 3, 2), with_recompute(fill_drain(2, 3), 2)):
-        program = Program.of(each)
-        assert (program.forwards, program.others) == split_at_loss(each)
-        assert program.loss_may_be_outside
 
 
 @pytest.mark.parametrize(

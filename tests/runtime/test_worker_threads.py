@@ -1,6 +1,4 @@
 import gc
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -70,26 +68,6 @@ def test_backward_on_a_worker_stays_on_that_worker() -> None:
     assert seen == [False]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_knows_that_its_threads_are_gone(run_python: RunPython) -> None:
-    script = (
-        "import os, torch\n"
-        "from torch import nn\n"
-        "from pipework import Pipe\n"
-        "torch.set_num_threads(1)\n"
-        "pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, balance=[1, 1], devices=['cpu'] * 2)\n"
-        "x = torch.ones(4, 2)\n"
-        "expected = pipe(x)\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    os._exit(0 if torch.equal(pipe(x), expected) else 1)\n"
-        "assert os.waitpid(child, 0)[1] == 0\n"
-        "assert torch.equal(pipe(x), expected)\n"
-    )
-    run_python(["-c", script]).check_returncode()
-
-
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "import os; del pipe", "output = pipe(x)"])
 @pytest.mark.thorough
 def test_a_process_with_idle_workers_ends_at_once(run_python: RunPython, ending: str) -> None:
@@ -99,31 +77,6 @@ def test_a_process_with_idle_workers_ends_at_once(run_python: RunPython, ending:
         "x = torch.ones(4, 2)\npipe(x).sum().backward()\n" + ending
     )
     run_python(["-c", script]).check_returncode()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
-def test_ctrl_c_reaches_the_caller_while_workers_are_busy(run_python: RunPython) -> None:
-    script = (
-        "import os, signal, time, torch\nfrom torch import nn\nfrom pipework import Pipe\n"
-        "calls = []\n"
-        "class Slow(nn.Module):\n"
-        "    def forward(self, x):\n"
-        "        calls.append(len(x))\n"
-        "        if len(calls) == 5:\n"
-        "            os.kill(os.getpid(), signal.SIGINT)\n"
-        "        time.sleep(0.2)\n"
-        "        return x\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what runs in the background ignores it
-        "pipe = Pipe(nn.Sequential(Slow(), Slow()), 50, balance=[1, 1], devices=['cpu'] * 2)\n"
-        "try:\n"
-        "    pipe(torch.ones(50, 2))\n"
-        "except KeyboardInterrupt:\n"
-        "    assert len(calls) < 100, 'the whole mini-batch has run'\n"
-        "    assert pipe(torch.ones(1, 2)).shape == (1, 2)\n"
-        "    print('interrupted')\n"
-    )
-    result = run_python(["-c", script])
-    assert result.stdout == "interrupted\n", result.stderr
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -118,17 +118,6 @@ class TestWithoutAPipe:
 
         assert nn.Sequential(Nothing(), WhatIsIt())(torch.ones(1)) is None
 
-    def test_several_inputs_and_keyword_inputs(self):
-        @skippable(stash=["sum"])
-        class Add(nn.Module):
-            def forward(self, x, y, *, factor=1):
-                yield stash("sum", x + y)
-                return x * factor, y
-
-        layer = Add()
-        assert layer(torch.tensor(1), torch.tensor(2), factor=5) == (5, 2)
-        assert skip_tracker.current().load((None, "sum")) == 3
-
     def test_a_failed_run_leaves_nothing_that_matters(self):
         fork, join = Fork(), Join()
         fork(torch.zeros(2, 4))  # nobody pops this
@@ -273,16 +262,6 @@ class TestIsolate:
             Outer.Nested().isolate(Namespace(), only=["a", "c"])
         with pytest.raises(TypeError, match=r"^only must be a list of names"):
             Outer.Nested().isolate(Namespace(), only="a")
-
-    def test_forgets_who_pops_in_the_old_namespace(self):
-        model = nn.Sequential(Fork(), Join(), Join())
-        verify_skippables(model)
-        namespace = Namespace()
-        fork, join, _ = (layer.isolate(namespace) for layer in model)
-        x = torch.randn(2, 4)
-        assert torch.equal(join(fork(x)), residual(fork, x))
-        with pytest.raises(KeyError):
-            skip_tracker.current().load((namespace, "identity"))
 
 
 class TestTheClass:

@@ -88,45 +88,30 @@ def verdict(*layers, exclusive=False):
     return [bullet[2:] for bullet in bullets]
 
 
-# The pictures that come with the documentation of verify_skippables:
-# fmt: off
-def test_the_right_picture():
-    verify_skippables(nn.Sequential(Layer1(), Layer2(), Layer3()), exclusive=True)
+UNPOPPED, UNSTASHED = (
+    "no module declared '1to3' as poppable but stashed",
+    "declared '1to3' as poppable but it was not stashed",
+)
+AGAIN = "redeclared '1to3' as {} but not isolated by namespace"
 
 
-def test_stashed_for_nobody():
-    #             Layer1    Layer2
-    #               └──── ?
-    assert verdict(Layer1(), Layer2()) == ["no module declared '1to3' as poppable but stashed"]
-
-
-def test_popped_from_nowhere():
-    #             Layer2    Layer3
-    #                  ? ────┘
-    assert verdict(Layer2(), Layer3()) == ["'1' declared '1to3' as poppable but it was not stashed"]
-
-
-def test_popped_twice():
-    #             Layer1    Layer2    Layer3    Layer3
-    #               └───────────────────┘       ^^^^^^
-    layers = [Layer1(), Layer2(), Layer3(), Layer3()]
-    assert verdict(*layers, exclusive=True) == ["'3' redeclared '1to3' as poppable but not isolated by namespace"]
-    verify_skippables(nn.Sequential(*layers))
-
-
-def test_stashed_twice():
-    #             Layer1    Layer1    Layer2    Layer3
-    #             ^^^^^^      └───────────────────┘
-    redeclared = "'1' redeclared '1to3' as stashable but not isolated by namespace"
-    assert verdict(Layer1(), Layer1(), Layer2(), Layer3()) == [redeclared]
-# fmt: on
-
-
-def test_popped_before_it_is_stashed():
-    assert verdict(popping("foo"), stashing("foo")) == [
-        "'0' declared 'foo' as poppable but it was not stashed",
-        "no module declared 'foo' as poppable but stashed",
-    ]
+@pytest.mark.parametrize(
+    ("layers", "faults"),
+    [
+        ([Layer1, Layer2, Layer3], []),
+        ([Layer1, Layer2], [UNPOPPED]),
+        ([Layer2, Layer3], [f"'1' {UNSTASHED}"]),
+        ([Layer1, Layer2, Layer3, Layer3], [f"'3' {AGAIN.format('poppable')}"]),  # but for `exclusive`, all is right
+        ([Layer1, Layer1, Layer2, Layer3], [f"'1' {AGAIN.format('stashable')}"]),
+        ([Layer3, Layer1], [f"'0' {UNSTASHED}", UNPOPPED]),
+    ],
+)
+def test_every_stash_has_its_pop(layers, faults):
+    made = [layer() for layer in layers]
+    if faults:
+        assert verdict(*made, exclusive=True) == faults
+    if faults == [] or "poppable but not isolated" in faults[0]:
+        verify_skippables(nn.Sequential(*made))
 
 
 @pytest.mark.parametrize("namespaces", [0, 1])

@@ -36,7 +36,5 @@ def dtensor_alias(plain: Tensor, weight_store: WeightGradientStore, deferred: bo
     """
     alias: Any = plain.detach().requires_grad_()
     alias.__class__ = DTensorAlias
-    alias.plain, alias.sizes, alias.type_of_values = plain, plain.shape, plain.dtype
-    alias.weight_store, alias.deferred, alias.casts = weight_store, deferred, {}
-    alias.is_factor = False  # no formula of `operators` is for it
-    return alias  # type: ignore[no-any-return]
+    # No formula of `operators` is for it.
+    return alias.filled(plain, weight_store, deferred, is_factor=False)  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from pipework import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Self
 
 _version, _is_grad_enabled = torch_private.version, torch.is_grad_enabled
 _accumulates_all = torch_private.accumulates_all
@@ -37,6 +38,12 @@ class DeferrableAlias(torch_private.TracedAsParameter):
     casts: dict[torch.dtype, Tensor]
     deferred: bool | None
     weight_store: Any
+
+    def filled(self, plain: Tensor, weight_store: Any, deferred: bool | None, *, is_factor: bool) -> Self:
+        """Sets all attributes of a new alias. Returns the alias."""
+        self.plain, self.sizes, self.type_of_values = plain, plain.shape, plain.dtype
+        self.weight_store, self.deferred, self.casts, self.is_factor = weight_store, deferred, {}, is_factor
+        return self
 
 
 Queue: TypeAlias = list[tuple[Any, Tensor, Tensor]]  # an operation, its stored input, the gradient of its output

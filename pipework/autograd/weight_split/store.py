@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pipework import torch_private
-from pipework.autograd.weight_split.detached_graph import OPERATORS, with_detached_graph
+from pipework.autograd.weight_split.detached_graph import OPERATORS, tensors_among, with_detached_graph
 from pipework.autograd.weight_split.operation import DeferrableAlias, Operation, Parts, Queue
 from pipework.autograd.weight_split.operators import DECOMPOSED
 
@@ -53,10 +53,8 @@ class WeightGradientAlias(DeferrableAlias):
     def of(plain: Tensor, weight_store: WeightGradientStore, deferred: bool | None) -> WeightGradientAlias:
         """An alias of a parameter; `plain` is the detached parameter, and both share its version counter."""
         alias = cast("WeightGradientAlias", torch_private.make_subclass(WeightGradientAlias, plain, True))
-        alias.plain, alias.sizes, alias.type_of_values = plain, plain.shape, plain.dtype
-        alias.weight_store, alias.deferred, alias.casts = weight_store, deferred, {}
-        alias.is_factor = plain.dim() == 2 and plain.stride() == (plain.shape[1], 1)
-        return alias
+        is_factor = plain.dim() == 2 and plain.stride() == (plain.shape[1], 1)
+        return alias.filled(plain, weight_store, deferred, is_factor=is_factor)
 
     @classmethod
     def __torch_function__(
@@ -92,18 +90,9 @@ def _note_other_use(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if torch_private.in_transform() or any(
         isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf for tensor in made
     ):
-        for alias in _aliases_in((*args, *kwargs.values())):
-            alias.weight_store.note_other_use(alias)
-
-
-def _aliases_in(values: Iterable[Any]) -> list[DeferrableAlias]:
-    found: list[DeferrableAlias] = []
-    for value in values:
-        if isinstance(value, DeferrableAlias):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            found += _aliases_in(value)
-    return found
+        for alias in tensors_among((*args, *kwargs.values())):
+            if isinstance(alias, DeferrableAlias):
+                alias.weight_store.note_other_use(alias)
 
 
 class WeightGradientStore:

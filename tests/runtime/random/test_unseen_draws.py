@@ -2,7 +2,6 @@
 
 import copy
 import threading
-import types
 from collections.abc import Callable
 
 import pytest
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipework import Pipe
-from pipework.runtime.random.kernels import DeviceGenerator, device_generator
-from pipework.runtime.random.streams import Key, RandomStream, micro_batch_here, mix
-from pipework.runtime.random.unseen_draws import Hold
+from pipework.runtime.random.kernels import device_generator
+from pipework.runtime.random.streams import micro_batch_here, mix
 from pipework.testing import draw_key, reference_step
 
 WIDTH, ROWS, CHUNKS, STEPS = 32, 16, 4, 2
@@ -162,35 +160,3 @@ def test_in_evaluation_the_numbers_are_those_of_the_callers_generator() -> None:
     with torch.no_grad():
         assert torch.equal(pipe(x), expected)
     assert generator.get() == after
-
-
-def test_a_held_generator_that_is_given_up_is_free_for_others_and_then_as_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    own = torch.Generator().manual_seed(1)
-    module = types.ModuleType("torch.example")
-    module.__dict__["get_rng_state"] = lambda device: own.get_state()
-    module.__dict__["set_rng_state"] = lambda state, device: own.set_state(state)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    shared, stream, other_stream = DeviceGenerator(torch.device("cpu")), RandomStream(Key(1)), RandomStream(Key(2))
-    expected = torch.rand(2, generator=torch.Generator().manual_seed(mix(1, 0, 0)))
-    found: list[Tensor] = []
-
-    def other() -> None:
-        with Hold(shared, other_stream):
-            found.append(own.get_state())
-            other_stream.enter(0, 0)
-            torch.rand(5, generator=own)
-
-    before = own.get_state()
-    with Hold(shared, stream) as hold:
-        stream.enter(0, 0)
-        drawn = [torch.rand(1, generator=own)]
-        with hold.given_up():
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join(30)
-        drawn.append(torch.rand(1, generator=own))
-    assert torch.equal(found[0], before), "meanwhile the generator is in the state that the caller left"
-    assert torch.equal(torch.cat(drawn), expected)
-    assert torch.equal(own.get_state(), before)

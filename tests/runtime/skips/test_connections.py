@@ -75,20 +75,6 @@ def test_tensors_go_straight_to_every_stage_that_pops_and_gradients_back_to_the_
     assert ports[0].receive_gradients(0) == (sum_of_a, of_b)
 
 
-def test_none_may_be_stashed_and_has_no_gradient(ports: list[SkipPorts]) -> None:
-    ports[0].receive(0, (), None)
-    send(ports[0], None, torch.ones(3))
-    _, bundle, _ = ports[1].receive(0, (), None)
-    assert bundle.present == (False,)
-    send(ports[1])
-    leaves, _, _ = ports[2].receive(0, (), None)
-    assert len(leaves) == 1
-    ports[2].send_gradients(0, (None,))
-    assert ports[1].receive_gradients(0) == ()
-    ports[1].send_gradients(0, ())
-    assert ports[0].receive_gradients(0) == (None,)
-
-
 def test_stages_of_one_place_hand_a_tensor_on() -> None:
     ports, sent = connected([Skip("a", 0, (1, 2, 3, 5), (0, 1, 0, 1, 0, 1))])
     ports[0].receive(0, (), None)
@@ -125,25 +111,3 @@ def test_the_gradient_of_a_tensor_that_is_returned_too_goes_to_the_stage_behind(
     assert ports[0].receive_gradients(0) == (None,)
     (total,) = ports[1].receive_gradients(0)
     assert torch.equal(total, torch.ones(2))
-
-
-def test_a_stage_that_pops_what_it_also_gets_as_the_value_has_one_alias_of_both() -> None:
-    ports, _ = connected([Skip("a", 0, (1, 2), PLACES)])
-    leaf, alias = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    for structure, is_same in ((None, False), (Stashed(None, (), ((0, 0),)), True)):
-        ports[0].receive(0, (), None)
-        send(ports[0], leaf)
-        leaves, bundle, _ = ports[1].receive(0, (leaf,), structure)
-        entered, begun = ports[1].entered(0, leaves[1:], [alias], bundle)
-        assert (entered[0] is alias) is is_same
-        assert begun == [entered[0]]
-
-
-def test_what_a_stage_returns_and_stashes_is_found() -> None:
-    ports, _ = connected([Skip("a", 0, (1, 2), (0, 1, 2, 3))])
-    tensor, other = torch.ones(2), torch.ones(2)
-    source, popping, last = (ports[stage].tracker({0: tensor}) for stage in range(3))
-    source.save("a", tensor, 2)
-    found = [ports[0].bundle(None, [other, tensor], source)[1], ports[1].bundle(None, [tensor], popping)[1]]
-    assert [each.same for each in found] == [((1, 0),), ((0, 0),)]
-    assert ports[2].bundle(None, [tensor], last)[1].same == ()  # no later stage pops it

@@ -62,18 +62,6 @@ def test_another_result_is_refused_by_name(function: object, source: str) -> Non
             inner.part(torch.zeros(shape), 0)
 
 
-@pytest.mark.parametrize(
-    ("function", "value", "advice"),
-    [
-        (mean, 3.0, r"return the loss alone, .*without \.item\(\) or float\(\)$"),
-        (None, 3.0, "give the pipe a loss_fn, or let its last layer take the target and return the loss$"),
-    ],
-)
-def test_the_advice_fits_what_returned_it(function: object, value: object, advice: str) -> None:
-    with pytest.raises(TypeError, match=advice):
-        InnerLoss(function).part(value, 0)
-
-
 def test_what_has_no_weight_does_not_count() -> None:
     assert InnerLoss(mean, (0.5, 0.0, 0.5), micro_batches=3).counted == {0, 2}
     assert InnerLoss(mean, micro_batches=2).counted == {0, 1}
