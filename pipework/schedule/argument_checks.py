@@ -64,6 +64,22 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
     return f"no {what} is called {name!r}: {hint} one of {', '.join(map(repr, names))}"
 
 
+def one_of(name: str, value: object, choices: Iterable[object]) -> None:
+    """Refuse a value that is none of the choices.
+
+    Raises:
+        ValueError: it is none of them.
+
+    Example:
+        >>> one_of("channel", "tube", ("pair", "worker"))
+        Traceback (most recent call last):
+        ValueError: channel is 'tube': wanted one of 'pair', 'worker'
+    """
+    choices = tuple(choices)
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: wanted one of {', '.join(map(repr, choices))}")
+
+
 def check_placement(placement: Sequence[int], workers: int | None = None) -> None:
     """Refuse a placement with a worker out of range or without a stage.
 

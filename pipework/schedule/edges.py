@@ -13,9 +13,8 @@ stage t is an edge from the F of s to the F of t, and one from the B of t to the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from pipework.schedule.action import Action
 from pipework.schedule.schedule import Schedule
@@ -31,10 +30,6 @@ def counterpart(transfer: Action) -> Action:
     kind, stage, micro_batch, peer = transfer
     other = f"RECV{kind[4:]}" if kind.startswith("SEND") else f"SEND{kind[4:]}"
     return Action(other, peer, micro_batch, stage)
-
-
-_SEND: Final[Mapping[str, str]] = MappingProxyType({"F": "SEND_F", "B": "SEND_B"})
-_RECEIVE: Final[Mapping[str, str]] = MappingProxyType({"F": "RECV_F", "B": "RECV_B"})
 
 
 class Route(NamedTuple):
@@ -54,11 +49,11 @@ class Route(NamedTuple):
 
     def send(self, micro_batch: int) -> Action:
         """The action that sends a micro-batch's value, or gradient, on this route."""
-        return Action(_SEND[self.kind], self.source, micro_batch, self.target)
+        return Action(f"SEND_{self.kind}", self.source, micro_batch, self.target)
 
     def receive(self, micro_batch: int) -> Action:
         """The action that receives it."""
-        return Action(_RECEIVE[self.kind], self.target, micro_batch, self.source)
+        return Action(f"RECV_{self.kind}", self.target, micro_batch, self.source)
 
 
 def routes(schedule: Schedule) -> tuple[Route, ...]:

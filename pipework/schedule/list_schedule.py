@@ -9,7 +9,7 @@ from math import inf
 from typing import Literal, get_args
 
 from pipework.schedule.action import Action
-from pipework.schedule.argument_checks import positive_integers
+from pipework.schedule.argument_checks import one_of, positive_integers
 from pipework.schedule.costs import Costs, StageCosts, checked_without_skips
 from pipework.schedule.schedule import Orders
 
@@ -72,8 +72,7 @@ def list_schedule(
     """
     _check_priorities(placement, priorities)
     positive_integers(limit=limit)
-    if overtaking not in get_args(Overtaking):
-        raise ValueError(f"overtaking is {overtaking!r}: wanted one of {', '.join(map(repr, get_args(Overtaking)))}")
+    one_of("overtaking", overtaking, get_args(Overtaking))
     spread = checked_without_skips(costs).spread(len(placement))
     workers = [_Worker(each, limit, overtaking) for each in priorities]
     _run(placement, workers, spread)

@@ -129,16 +129,6 @@ class Timeline:
         """The peak memory of a worker; 0 if memory is not known."""
         return max((interval.memory for interval in self.by_worker[worker]), default=0.0)
 
-    def idle_memory(self, worker: int) -> tuple[float, ...]:
-        """The memory of a worker between each of its intervals and the next; 0 after the last.
-
-        Memory that one interval frees at its end or that the next allocates at its start is not held in between, so
-        the smaller amount of the two remains.
-        """
-        row = self.by_worker[worker]
-        between = (min(before.memory, after.memory) for before, after in pairwise(row))
-        return (*between, 0.0) if row else ()
-
     def memory_steps(self, worker: int) -> tuple[tuple[float, float], ...]:
         """The memory of a worker over time.
 
@@ -156,7 +146,10 @@ class Timeline:
         if not 0 <= worker < self.workers:
             raise ValueError(f"worker is {worker}, but this timeline has the workers 0 to {self.workers - 1}")
         steps: list[tuple[float, float]] = []
-        for interval, behind in zip(self.by_worker[worker], self.idle_memory(worker), strict=True):
+        row = self.by_worker[worker]
+        # What one interval frees at its end, or the next one allocates at its start, is not held between them.
+        between = [min(before.memory, after.memory) for before, after in pairwise(row)]
+        for interval, behind in zip(row, [*between, 0.0], strict=False):
             for time, amount in ((interval.start, interval.memory), (interval.end, behind)):
                 if steps and steps[-1][0] == time:
                     steps.pop()

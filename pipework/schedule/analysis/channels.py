@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import Literal, NamedTuple, Protocol, get_args
 
+from pipework.schedule.argument_checks import one_of
+
 Channel = Literal["unbounded", "pair", "worker"]
 """The name of a model of channels."""
 
@@ -85,8 +87,7 @@ def check_channel(channel: str) -> None:
     Raises:
         ValueError: there is no such model.
     """
-    if channel not in get_args(Channel):
-        raise ValueError(f"channel is {channel!r}: wanted one of {', '.join(map(repr, get_args(Channel)))}")
+    one_of("channel", channel, get_args(Channel))
 
 
 class _Unbounded:

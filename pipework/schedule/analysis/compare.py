@@ -20,6 +20,8 @@ from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build_for_shares
 _LEFT_OUT: Final = ("fill-drain", "forward-only")
 
 _HEAD: Final = ("schedule", "stages", "makespan", "bubble", "span", "span bubble", "memory", "transfers", "to bound")
+_TIMES: Final = ("makespan", "span", "bubble", "span_bubble")
+_MEASURES: Final = (*_TIMES, "peak_memory", "exposed_communication", "lower_bound", "gap")
 _LEGEND: Final = (
     "stages: per worker; makespan: time from the first start to the last end of all workers; bubble: idle share",
     "of it; span: the longest time from a worker's first start to its last end; span bubble: idle share of it;",
@@ -72,14 +74,7 @@ class Comparison:
             {
                 "schedule": name,
                 "stages_per_worker": found.schedule.stages // found.schedule.workers,
-                "makespan": found.makespan,
-                "span": found.span,
-                "bubble": found.bubble,
-                "span_bubble": found.span_bubble,
-                "peak_memory": list(found.peak_memory),
-                "exposed_communication": found.exposed_communication,
-                "lower_bound": found.lower_bound,
-                "gap": found.gap,
+                **{measure: getattr(found, measure) for measure in _MEASURES},
             }
             for name, found in self.fitting.items()
         ]

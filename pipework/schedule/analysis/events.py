@@ -66,13 +66,11 @@ class Computation(NamedTuple):
     Attributes:
         duration: its time.
         sources: the products that it needs.
-        ends: the times of its product; None if no action needs it.
-        makes: its product.
+        makes: its product; None if no action needs it.
     """
 
     duration: float
     sources: tuple[Needed, ...]
-    ends: array[float] | None
     makes: Product | None
 
 
@@ -141,16 +139,14 @@ class Table:
         duration = self._costs.duration[kind][stage]
         own = (Needed(forward.ends, 0.0, forward),)
         if kind == "F":
-            return Computation(duration, tuple(arriving.get(("F", stage), ())), forward.ends, forward)
+            return Computation(duration, tuple(arriving.get(("F", stage), ())), forward)
         if kind == "R":
-            return Computation(
-                duration, (*own, *self._after_loss), *(None, None) if again is None else (again.ends, again)
-            )
+            return Computation(duration, (*own, *self._after_loss), again)
         if kind == "W":
-            return Computation(duration, (Needed(inputs.ends, 0.0, inputs),), None, None)
+            return Computation(duration, (Needed(inputs.ends, 0.0, inputs),), None)
         repeated = () if again is None else (Needed(again.ends, 0.0, again),)
         sources = (*own, *repeated, *arriving.get(("B", stage), ()), *self._after_loss)
-        return Computation(duration, sources, inputs.ends, inputs)
+        return Computation(duration, sources, inputs)
 
 
 class Deadlock(NamedTuple):
@@ -180,11 +176,6 @@ class Run:
     _table: Table = field(repr=False)
     _carried: Mapping[Message, tuple[float, float, bool | Message]] = field(repr=False)
     _reduced: Mapping[Action, Action | None] = field(repr=False)
-
-    @property
-    def times(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """(start, end) of each worker's actions, made anew at each access."""
-        return tuple(tuple(zip(*both, strict=True)) for both in zip(self.starts, self.ends, strict=True))
 
     def cause(self, action: Action, worker: int, position: int) -> Action | None:
         """The last thing that an action waited for.
@@ -238,8 +229,8 @@ def run(schedule: Schedule, costs: StageCosts, *, loss_outside: bool = False, ch
 
     Example:
         >>> from pipework.schedule import Costs, fill_drain
-        >>> run(fill_drain(2, 1), Costs().spread(stages=2)).times[0]
-        ((0.0, 1.0), (4.0, 6.0))
+        >>> [list(ends) for ends in run(fill_drain(2, 1), Costs().spread(stages=2)).ends]
+        [[1.0, 6.0], [2.0, 4.0]]
     """
     return _Execution(schedule, Table(schedule, costs, loss_outside=loss_outside), channel).finish()
 
@@ -283,13 +274,8 @@ class _Execution:
 
     def _run_all(self) -> None:
         """Runs workers, each up to an action whose data is missing."""
-        steps, awake, clocks, done, unfinished = (
-            self._table.steps,
-            self._awake,
-            self._clocks,
-            self._done,
-            self._unfinished,
-        )
+        steps, awake = self._table.steps, self._awake
+        clocks, done, unfinished = self._clocks, self._done, self._unfinished
         waited_for: list[tuple[Action, ...]] = [()] * len(clocks)
         loss_outside = self._loss_outside
         while awake:
@@ -306,7 +292,7 @@ class _Execution:
                         ends[position] = clock = clock + self._table.gathering[stage]
                     position += 1
                     continue
-                duration, sources, made, makes = of_kind[stage]
+                duration, sources, makes = of_kind[stage]
                 start = clock
                 for needed, delay, product in sources:
                     arrival = needed[micro_batch]
@@ -322,8 +308,8 @@ class _Execution:
                     starts[position] = start
                     ends[position] = clock
                     position += 1
-                    if made is not None and makes is not None:
-                        made[micro_batch] = clock
+                    if makes is not None:
+                        makes.ends[micro_batch] = clock
                         if makes.waiting and micro_batch in makes.waiting:
                             awake += makes.waiting.pop(micro_batch)
                     if loss_outside and kind == "F":

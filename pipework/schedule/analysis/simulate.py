@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import sub
 
-from pipework.schedule.action import KINDS, Action
+from pipework.schedule.action import KINDS
 from pipework.schedule.analysis import memory
 from pipework.schedule.analysis.bounds import Bounds, lower_bounds
 from pipework.schedule.analysis.channels import Channel
@@ -16,6 +17,7 @@ from pipework.schedule.analysis.events import Run
 from pipework.schedule.analysis.validate import ValidationOptions, examine, raise_first
 from pipework.schedule.costs import Costs, StageCosts, checked
 from pipework.schedule.draw.svg import svg
+from pipework.schedule.edges import recomputed
 from pipework.schedule.schedule import Schedule, checked_schedule
 from pipework.schedule.timeline import Interval, Timeline, idle_share
 
@@ -84,20 +86,19 @@ class Simulation(Measures):
         communicating: list[Interval] = []
         for worker in range(self.schedule.workers):
             for each in self._intervals(worker):
-                (computing if each.action.kind in KINDS else communicating).append(each)
+                if each.action.kind != "RESHARD":
+                    (computing if each.action.kind in KINDS else communicating).append(each)
         workers, title = self.schedule.workers, self.schedule.title
         return Timeline(tuple(computing), workers, title=title, communication=tuple(communicating))
 
     def _intervals(self, worker: int) -> Iterator[Interval]:
-        """The computations, transfers, reductions and gatherings of a worker."""
+        """The actions of a worker, in its order."""
         executed, ended = self.execution
         order = executed.orders[worker]
         columns = ended.starts[worker], ended.ends[worker], *memory.amounts(executed, order, self._spread)
         for action, start, end, most, held in zip(order, *columns, strict=True):
-            if action.kind in KINDS:
-                yield Interval(worker, action, start, end, most, 0, held)
-            elif action.kind != "RESHARD":
-                yield Interval(worker, action, start, end)
+            memories = (most, 0, held) if action.kind in KINDS else ()
+            yield Interval(worker, action, start, end, *memories)
 
     @cached_property
     def _spread(self) -> StageCosts:
@@ -124,10 +125,7 @@ class Simulation(Measures):
         The memory is the given limit, or each worker's peak in this simulation. Backwards may be split if this
         schedule splits any.
         """
-        repeats = [0] * self.schedule.stages
-        for order in self.schedule.orders if "R" in self.schedule.kinds else ():
-            for kind, stage, _, _ in order:
-                repeats[stage] += kind == "R"
+        repeats = Counter(stage for stage, _ in recomputed(self.schedule))
         limit = self.options.memory_limit
         return lower_bounds(
             self.schedule.placement,
@@ -136,7 +134,7 @@ class Simulation(Measures):
             memory_limit=self.peak_memory if limit is None else limit,
             split="I" in self.schedule.kinds,
             inference=self.schedule.inference,
-            recomputed=repeats,
+            recomputed=[repeats[stage] for stage in range(self.schedule.stages)],
         )
 
     @property
@@ -157,16 +155,8 @@ class Simulation(Measures):
         the timeline has transfers; a transfer begins when the later of its two sides is posted.
         """
         path = critical_path(*self.execution)
-        actions: dict[int, set[Action]] = {}
-        for worker, position in path:
-            actions.setdefault(worker, set()).add(self.execution[0].orders[worker][position])
-        found = {
-            each.action: each
-            for worker, own in actions.items()
-            for each in self._intervals(worker)
-            if each.action in own
-        }
-        return tuple(found[self.execution[0].orders[worker][position]] for worker, position in path)
+        rows = {worker: list(self._intervals(worker)) for worker, _ in path}
+        return tuple(rows[worker][position] for worker, position in path)
 
 
 def simulate(
@@ -208,12 +198,8 @@ def simulate(
     """
     costs = checked(costs)
     options = ValidationOptions(loss_outside, channel, memory_limit)
-    spread = costs.spread(checked_schedule(schedule).stages, len(schedule.skips))
-    violations, executed, ended = examine(schedule, spread, options)
-    raise_first(schedule.name, violations)
-    assert ended is not None  # without a run there are violations
-    found = measures(executed, ended, spread)
-    return Simulation(**vars(found), schedule=schedule, costs=costs, options=options, execution=(executed, ended))
+    found, execution = _executed(schedule, costs, options)
+    return Simulation(**vars(found), schedule=schedule, costs=costs, options=options, execution=execution)
 
 
 def measure(schedule: Schedule, costs: Costs | None = None, *, loss_outside: bool = False) -> Measures:
@@ -240,11 +226,16 @@ def measure(schedule: Schedule, costs: Costs | None = None, *, loss_outside: boo
         >>> found.makespan, round(100 * found.bubble, 1), max(found.peak_memory)
         (33.0, 27.3, 8.0)
     """
-    spread = checked(costs).spread(checked_schedule(schedule).stages, len(schedule.skips))
-    violations, executed, ended = examine(schedule, spread, ValidationOptions(loss_outside))
+    return _executed(schedule, checked(costs), ValidationOptions(loss_outside))[0]
+
+
+def _executed(schedule: Schedule, costs: Costs, options: ValidationOptions) -> tuple[Measures, tuple[Schedule, Run]]:
+    """The measures of a schedule that can be executed, the schedule that was run, and its run."""
+    spread = costs.spread(checked_schedule(schedule).stages, len(schedule.skips))
+    violations, executed, ended = examine(schedule, spread, options)
     raise_first(schedule.name, violations)
     assert ended is not None  # without a run there are violations
-    return measures(executed, ended, spread)
+    return measures(executed, ended, spread), (executed, ended)
 
 
 def measures(executed: Schedule, ended: Run, costs: StageCosts) -> Measures:

@@ -145,8 +145,8 @@ def examine(
     Example:
         >>> from pipework.schedule import fill_drain
         >>> violations, _, ended = examine(fill_drain(1, 1), Costs().spread(stages=1), ValidationOptions())
-        >>> violations, ended.times
-        ((), (((0.0, 1.0), (1.0, 3.0)),))
+        >>> violations, list(ended.ends[0])
+        ((), [1.0, 3.0])
     """
     check_channel(options.channel)
     limits = each_limit(options.memory_limit, schedule.workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
+from pipework.schedule.argument_checks import one_of
 from pipework.schedule.draw.palette import ACTION, INK, LINE, MEMORY, NAMES, PAPER, QUIET
 from pipework.schedule.draw.svg_marks import FONT, clean, group, number, rectangle, text, text_width
 from pipework.schedule.draw.svg_panel import Frame, Look, panel, peak_text
@@ -96,10 +97,8 @@ def _check(lines: Sequence[Timeline], colors: str, labels: str | None) -> None:
     units = sorted({line.unit for line in lines})
     if len(units) > 1:
         raise ValueError(f"timelines with the units {units} have no common axis: draw them separately, or convert them")
-    if colors not in get_args(Colors):
-        raise ValueError(f"colors is {colors!r}: wanted one of {', '.join(map(repr, get_args(Colors)))}")
-    if labels is not None and labels not in get_args(Labels):
-        raise ValueError(f"labels is {labels!r}: wanted one of {', '.join(map(repr, get_args(Labels)))}, or None")
+    one_of("colors", colors, get_args(Colors))
+    one_of("labels", labels, (*get_args(Labels), None))
 
 
 def _plot_width(lines: Sequence[Timeline], cell: float) -> float:

@@ -92,8 +92,8 @@ class Caption:
     """Form and size of the labels, the same for all cells of a timeline.
 
     Attributes:
-        form: ``"stage"``: kind, with stage and micro-batch as subscript; ``"alone"``: kind, with the micro-batch as
-            subscript; ``"kind"``; ``"micro_batch"``; ``"none"``: no label.
+        form: ``"stage"``: kind, with stage and micro-batch as subscript; ``"kind"``; ``"micro_batch"``; ``"none"``: no
+            label.
         size: of the font, in pixels.
         widest: width of the widest caption, in font sizes.
     """
@@ -105,8 +105,7 @@ class Caption:
     @classmethod
     def fitting(cls, line: Timeline, frame: Frame) -> Caption:
         """The most detailed form that fits the narrow cells of a timeline."""
-        alone = all(each.action.micro_batch == 0 for each in line.intervals)
-        choices = {"stage": ["alone" if alone else "stage", "kind"], "micro_batch": ["micro_batch"]}
+        choices = {"stage": ["stage", "kind"], "micro_batch": ["micro_batch"]}
         forms = choices.get(frame.look.labels, [])
         widths = sorted(frame.x(each.end) - frame.x(each.start) for each in line.intervals)
         if not forms or not widths:
@@ -125,7 +124,7 @@ class Caption:
         # The widest label decides, so that of cells of equal width either all or none have one.
         if self.widest * self.size + 1.5 <= width:
             return self.label(interval)
-        short = interval.action.kind if self.form in ("stage", "alone", "kind") else ""
+        short = interval.action.kind if self.form in ("stage", "kind") else ""
         return (short, "") if text_width(short) * self.size + 1.5 <= width else ("", "")
 
     def label(self, interval: Interval) -> tuple[str, str]:
@@ -133,7 +132,6 @@ class Caption:
         kind, stage, micro_batch, _ = interval.action
         return {
             "stage": (kind, f"{stage},{micro_batch}"),
-            "alone": (kind, f"{micro_batch}"),
             "kind": (kind, ""),
             "micro_batch": (f"{micro_batch}", ""),
         }.get(self.form, ("", ""))

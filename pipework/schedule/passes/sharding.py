@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pipework.schedule.action import Action
 from pipework.schedule.analysis.validate import check
 from pipework.schedule.argument_checks import positive_integers
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pipework.schedule.schedule import Schedule
+from pipework.schedule.schedule import Schedule
 
 _READ: Final = ("F", "R", "B", "I")  # W multiplies what I has kept, and reads no weight
 

@@ -172,7 +172,7 @@ def test_refers_to_nothing_outside_and_brings_its_own_paper():
         ([], {}, "no timeline was given"),
         ([Timeline((), 1), Timeline((), 1, unit="s")], {}, "have no common axis"),
         (Timeline((), 1), {"colors": "stage"}, "colors is 'stage': wanted one of 'action', 'worker'"),
-        (Timeline((), 1), {"labels": "all"}, "labels is 'all': wanted one of 'stage', 'micro_batch', 'none', or None"),
+        (Timeline((), 1), {"labels": "all"}, "labels is 'all': wanted one of 'stage', 'micro_batch', 'none', None"),
     ],
 )
 def test_refuses(arguments, options, message):
