@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -24,7 +25,6 @@ from pipework.model.parts.run import Message
 from pipework.model.parts.sample import LossPlace, arguments_of, as_given, single_rows
 from pipework.pipe import Pipe, backend_for
 from pipework.planning.balance import balance_by_time
-from pipework.runtime.program import Program
 from pipework.schedule.edges import recomputed
 from pipework.signatures import positional_names, signature_of
 from pipework.values import nested
@@ -259,12 +259,12 @@ def attach(
     )
     if len(here) < len(layers):
         model.__dict__["named_parameters"] = OwnParameters(model)
-        model.__dict__["to"] = Placed(model)
+        model.__dict__["to"] = functools.partial(_moved, model)
         pipe._anew = "make the model again, attach a pipe to it, and load a checkpoint of this one"
     else:
         pipe._anew = "take it off, `del model.forward`, and attach another"
     pipe._attached = AttachedModel(model, pipe, cuttable, signature, target)
-    model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable, place, outputs)
+    model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
     adapter.attached(model)
     if loss_reduction == "mean":
         adapter.weighs(target, loss_weight)
@@ -333,20 +333,11 @@ class AttachedForward:
     """The forward of a model to which a pipe is attached."""
 
     def __init__(
-        self,
-        attached: AttachedModel,
-        pipe: Pipe,
-        cuttable: Cuttable,
-        place: LossPlace,
-        outputs: Literal["last", "all"],
+        self, attached: AttachedModel, pipe: Pipe, result: Any, place: LossPlace, outputs: Literal["last", "all"]
     ) -> None:
-        self._attached = attached
-        self._pipe = pipe
-        self._place = place
-        self._outputs = outputs
-        self._form = nested.replaced(cuttable.result, Tensor, lambda tensor: None)
+        self._attached, self._pipe, self._place, self._outputs = attached, pipe, place, outputs
+        self._form = nested.replaced(result, Tensor, lambda tensor: None)
         self.__signature__ = attached.signature
-        self._outside: dict[int, bool] = {}  # by the number of chunks, whether the schedule lets the loss be outside
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """What the model returns for a batch; in training with the loss alone."""
@@ -362,7 +353,7 @@ class AttachedForward:
         labels = names.get(target)
         trains = model.training and torch.is_grad_enabled()
         if labels is None:
-            if trains and not self._loss_may_be_outside():
+            if trains and not pipe._executor.loss_may_be_outside:
                 raise ValueError(
                     f"{type(model).__name__} was called in training without {target!r}, and the pipe computes "
                     f"the loss inside: give {target}=, or call the model in eval() or under torch.no_grad(); a "
@@ -377,12 +368,6 @@ class AttachedForward:
             return place_in(form, self._place).put(loss, form)
         return place_in(result, self._place).put(loss, result)
 
-    def _loss_may_be_outside(self) -> bool:
-        chunks = self._pipe.chunks
-        if chunks not in self._outside:
-            self._outside[chunks] = Program(self._pipe.schedule()).loss_may_be_outside
-        return self._outside[chunks]
-
     def _refuse_to_generate(self) -> None:
         """Raises a RuntimeError if other processes have some of the units: with a cache the model runs by itself."""
         pipe, name = self._pipe, type(self._attached.model).__name__
@@ -395,54 +380,44 @@ class AttachedForward:
             )
 
 
-class Placed:
-    """In place of the method `to` of a model whose layers are in several processes.
+def _moved(model: nn.Module, *arguments: Any, **keywords: Any) -> nn.Module:
+    """In place of the method `to` of a model whose layers are in several processes; moves what can be moved.
 
-    Args:
-        model: to which a pipe is attached.
+    Raises:
+        RuntimeError: layers of other processes have no values here.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> nn.Module:
-        """Moves what can be moved.
-
-        Raises:
-            RuntimeError: layers of other processes have no values here.
-        """
-        try:
-            return type(self._model).to(self._model, *arguments, **keywords)
-        except NotImplementedError:
-            raise RuntimeError(
-                f"layers of this {type(self._model).__name__} are in other processes, and it cannot be moved: the pipe "
-                "has placed it. transformers' Trainer and Accelerate would move it: train with "
-                "pipework.integrations.trainer.PipeTrainer, or leave the model out of accelerator.prepare()"
-            ) from None
+    try:
+        return type(model).to(model, *arguments, **keywords)
+    except NotImplementedError:
+        raise RuntimeError(
+            f"layers of this {type(model).__name__} are in other processes, and it cannot be moved: the pipe "
+            "has placed it. transformers' Trainer and Accelerate would move it: train with "
+            "pipework.integrations.trainer.PipeTrainer, or leave the model out of accelerator.prepare()"
+        ) from None
 
 
+@dataclass(frozen=True)
 class SplitByName:
     """The function of `split=` for a model: it gets all arguments but the target by their names.
 
-    Args:
+    Attributes:
         function: the caller's.
         signature: of the model's forward.
         target: the argument that the loss needs.
     """
 
-    def __init__(self, function: OwnSplit, signature: inspect.Signature, target: str) -> None:
-        self._function = function
-        self._signature = signature
-        self._target = target
+    function: OwnSplit
+    signature: inspect.Signature
+    target: str
 
     def __call__(self, arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Piece]:
         """The micro-batches, each with its target among its arguments."""
-        names = by_name(self._signature, arguments, keywords)
-        names.pop(self._target, None)
-        parts = checked_pieces(self._function, (), names, target, chunks)
+        names = by_name(self.signature, arguments, keywords)
+        names.pop(self.target, None)
+        parts = checked_pieces(self.function, (), names, target, chunks)
         if target is None:
             return parts
-        return [(inputs, {**named, self._target: of}, of) for inputs, named, of in parts]
+        return [(inputs, {**named, self.target: of}, of) for inputs, named, of in parts]
 
 
 def _positional(
@@ -502,12 +477,7 @@ _WRAPPERS: Final = {
 }
 
 
-def _balance(
-    cuttable: Cuttable,
-    schedule: str | Schedule | ScheduleSpec,
-    chunks: int,
-    backend: Backend,
-) -> list[int]:
+def _balance(cuttable: Cuttable, schedule: str | Schedule | ScheduleSpec, chunks: int, backend: Backend) -> list[int]:
     """How many units each stage has so that all take equally long; by their parameters where that is not measured."""
     layers = cuttable.sequential()
     assignment = assign(layers, schedule, chunks, None, backend.devices)

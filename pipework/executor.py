@@ -415,10 +415,13 @@ class Executor:
     def schedule(self, micro_batches: int | None) -> Schedule:
         """See `Pipe.schedule`."""
         count = self.settings.chunks if micro_batches is None else micro_batches
-        outside = self._program(count, self.settings.checkpoint, inside=False)
-        if self.settings.loss.function is None and outside.loss_may_be_outside:
-            return outside.schedule
-        return self._program(count, self.settings.checkpoint, inside=True).schedule
+        outside = self.settings.loss.function is None and self.loss_may_be_outside
+        return self._program(count, self.settings.checkpoint, inside=not outside).schedule
+
+    @property
+    def loss_may_be_outside(self) -> bool:
+        """Whether the schedule has all backwards after all forwards."""
+        return self._program(self.settings.chunks, self.settings.checkpoint, inside=False).loss_may_be_outside
 
     def layer_replaced(self) -> None:
         """The stages still run the layer that was there before: the next mini-batch makes and checks them again."""

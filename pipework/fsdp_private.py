@@ -85,34 +85,6 @@ class FSDPParameter:
         return self._private.reduce_dtype  # type: ignore[no-any-return]
 
 
-class _LaterReduceScatter:
-    """The reduction of one group of parameters, which is waited for later if FSDP leaves its result as it is.
-
-    On accelerators, that is what streams are for.
-    """
-
-    def __init__(self, group: Any, works: list[tuple[Any, Tensor]]) -> None:
-        self._of_group = group
-        self._now = group._reduce_scatter_comm
-        self._works = works  # each with the tensor that is sent, which must stay until the work has ended
-        self.allocate = self._now.allocate
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        state, dtype = self._of_group, output_tensor.dtype
-        is_final = (
-            output_tensor.is_cpu
-            and all(dtype == each.sharded_param.grad_dtype for each in state.fsdp_params)  # it casts to them
-            and dtype in (torch.float32, torch.bfloat16)  # of others FSDP divides sums
-            and not state.force_sum_reduction_for_comms
-            and state.mesh_info.replicate_mesh_dim is None  # over which it sums further
-            and state._all_reduce_hook is None
-        )
-        work = self._now(output_tensor, input_tensor, group, op, async_op or is_final)
-        if is_final:
-            self._works.append((work, input_tensor))
-        return work
-
-
 class FSDPStates:
     """The states of some modules, of which the outermost ones are initialised as roots.
 
@@ -134,7 +106,6 @@ class FSDPStates:
                 _look_up(state)
         self._groups = [group for state in self._states for group in _groups_of(state)]
         self._changed: list[tuple[Any, str, Any]] = []  # objects of FSDP, and what an attribute was before
-        self._works: list[tuple[Any, Tensor]] = []
 
     @property
     def parameters(self) -> list[FSDPParameter]:
@@ -199,15 +170,12 @@ class FSDPStates:
         self._set(reduces=True)
         try:
             for group in reversed(self._groups):
-                self._change(group, _reduce_scatter_comm=_LaterReduceScatter(group, self._works))
                 group.post_backward()
         finally:
             self.resume()
 
     def finish_reduce(self) -> None:
         """Waits until the gradients of the shards are complete."""
-        while self._works:
-            self._works.pop(0)[0].wait()
         assert not self._changed, "gathered parameters are freed before gradients are reduced"
         self._set(reduces=True)
         try:
@@ -229,7 +197,6 @@ class FSDPStates:
 
     def forget(self) -> None:
         """After a failure: drops what a forward or backward has left."""
-        self._works.clear()
         for state in self._states:
             if state._is_root:
                 # PyTorch 2.11 has one; newer versions a list.
@@ -266,8 +233,7 @@ def _look_up(state: Any) -> None:
             group,
             "fsdp_params unshard wait_for_unshard reshard post_backward _training_state.IDLE reduce_grads "
             "all_reduce_grads reshard_after_backward post_forward_mesh_info mesh_info.replicate_mesh_dim "
-            "force_sum_reduction_for_comms _reduce_scatter_comm.allocate _post_forward_indices _all_gather_result "
-            "_all_reduce_hook",
+            "_post_forward_indices _all_gather_result",
         )
         for each in group.fsdp_params:
             require(each, "sharded_param reduce_dtype offload_to_cpu")

@@ -205,28 +205,6 @@ is_wrapper_subclass: Callable[[object], bool] = _private("torch.utils._python_di
 """Whether a tensor stands for other tensors."""
 
 
-_OWN_HOOK: Final = -1  # PyTorch counts from 0
-
-
-def add_last_hook(leaf: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Lets a backward call `hook` with a leaf's gradient, after all hooks that are registered on the leaf so far.
-
-    It is `Tensor.register_hook` without 2 microseconds.
-    """
-    if leaf._backward_hooks is None:
-        leaf._backward_hooks = {_OWN_HOOK: hook}
-    else:
-        leaf._backward_hooks[_OWN_HOOK] = hook
-
-
-def remove_last_hook(leaf: Tensor) -> None:
-    """Removes what `add_last_hook` has added."""
-    if leaf._backward_hooks is not None and len(leaf._backward_hooks) > 1:
-        del leaf._backward_hooks[_OWN_HOOK]
-    else:
-        leaf._backward_hooks = None
-
-
 def has_tensor_hooks(tensor: Tensor) -> bool:
     """Whether hooks are registered on a tensor. There is no public way to ask."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)

@@ -2,6 +2,8 @@
 
 import collections
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -437,6 +439,19 @@ def test_inputs_go_by_their_names(sampled: bool) -> None:
     with torch.no_grad():
         positional = loss_in(model(x, y, labels=labels))
     assert torch.equal(positional, loss_in(model(labels=labels, y=y, x=x)).detach())
+
+
+def test_a_pipe_that_is_taken_off_is_freed_at_once() -> None:
+    model, batch = Plain(), batch_of(Plain)
+    pipe = weakref.ref(attach(model, batch, chunks=2, devices=["cpu"] * 2))
+    model(**batch)["loss"].backward()
+    gc.collect()
+    gc.disable()
+    try:
+        del model.forward
+        assert pipe() is None
+    finally:
+        gc.enable()
 
 
 def test_uses_of_attach_that_are_refused() -> None:

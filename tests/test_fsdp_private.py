@@ -55,7 +55,7 @@ def test_all_are_looked_up() -> None:
     names = Names.of(tree)
     used = {name for _, name in names.attributes if is_private(name)} | names.texts
     own = {
-        "_states", "_groups", "_changed", "_private", "_set", "_works", "_of_group", "_now",
+        "_states", "_groups", "_changed", "_private", "_set",
         "_has_several", "__slots__", "_change",
     }  # fmt: skip
     known = {part for paths in looked_up(tree).values() for path in paths for part in path.split(".")}

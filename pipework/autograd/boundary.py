@@ -145,13 +145,14 @@ def gradients(
     """
     takers: dict[int, _Taker] = {}
     differentiable = list(filter(_requires_grad, leaves))
-    for leaf in differentiable:
-        torch_private.add_last_hook(leaf, functools.partial(_see, takers, leaf))
+    hooks = [functools.partial(_see, takers, leaf) for leaf in differentiable]
+    pairs = zip(differentiable, hooks, strict=True)
+    handles = [leaf.register_hook(hook) for leaf, hook in pairs]  # type: ignore[no-untyped-call]
     try:
         differentiate(*arguments)
     finally:
-        for leaf in differentiable:
-            torch_private.remove_last_hook(leaf)
+        for handle in handles:
+            handle.remove()
     found = tuple(map(_gradient, leaves))
     for leaf in differentiable:
         leaf.grad = None

@@ -134,7 +134,7 @@ def test_a_gradient_is_what_autograd_made(of_leaf: str, of_gradient: str, entere
         assert torch.equal(gradient, made)
         assert gradient.stride() == made.stride()
         assert leaf.grad is None
-        assert leaf._backward_hooks is None
+        assert not leaf._backward_hooks
 
 
 def test_no_copy_of_a_gradient_is_made() -> None:
@@ -188,7 +188,7 @@ def test_a_failed_backward_leaves_no_hook() -> None:
 
     with pytest.raises(RuntimeError, match="no gradient"):
         gradients([leaf], fail)
-    assert leaf._backward_hooks is None
+    assert not leaf._backward_hooks
 
 
 def test_a_sparse_gradient_stays_sparse() -> None:

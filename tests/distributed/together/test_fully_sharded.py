@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -299,22 +298,6 @@ class Called(nn.Module):
         return output
 
 
-def works_on(mesh: Mesh) -> None:
-    """Replica 1 begins to reduce the last stage only when replica 0 is in the backward of the stage before it."""
-    first, store = mesh.data_parallel_rank == 0, mesh.store
-    functions: list[Callable[[], None]] = [lambda: None] * 4
-    if first:
-        functions[1] = lambda: store.set("at stage 1", "")
-    else:
-        functions[3] = lambda: store.wait(["at stage 1"], timedelta(seconds=30))
-    blocks = model("sharded", mesh.device_mesh["dp"])
-    layers = nn.Sequential(*map(Called, blocks, functions))
-    pipe = Pipe(layers, CHUNKS, balance=[1] * 4, schedule="looped-bfs", loss_fn=F.mse_loss, mesh=mesh)
-    x, y = data(0)
-    pipe(x, target=y).backward()
-    assert all(parameter.grad is not None for parameter in pipe.parameters())
-
-
 def differences(mesh: Mesh) -> list[str]:
     """Replicas that train other parameters of one size, and that have other numbers of micro-batches."""
     told = []
@@ -436,10 +419,6 @@ def test_what_is_gathered(on_ranks: Run) -> None:
         layer = rank % 2
         names = [f"{layer}.{name}.{what}" for name in ("always", "sometimes") for what in ("weight", "bias")]
         assert sorted(found["gradients"]) == sorted(names)
-
-
-def test_a_worker_goes_on_while_gradients_are_reduced(on_ranks: Run) -> None:
-    on_ranks(4, works_on, init={"dp": 2})
 
 
 def test_replicas_that_differ(on_ranks: Run) -> None:
