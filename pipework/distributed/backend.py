@@ -20,7 +20,7 @@ from pipework.distributed.peer_group import PeerGroup
 from pipework.distributed.rendezvous import RendezvousSpec
 from pipework.distributed.shared_tensors import SharedTensors, refuse_foreign_meshes, refuse_other_shards
 from pipework.distributed.step_calls import Delivered, StepCalls
-from pipework.distributed.transport.groups import gather_numbers
+from pipework.distributed.transport.groups import begin_gather
 from pipework.distributed.transport.rank_transport import RankTransport
 from pipework.fsdp_private import fsdp_modules
 from pipework.model.release import release_layers
@@ -238,8 +238,8 @@ class DistributedBackend(PeerGroup):
         local = self._tensors.local
         if layers is not None:  # which take the norm of a DTensor together
             every = [each for part in stages.values() for each in part if id(each) not in local or is_dtensor(each)]
-            flags = [each.grad is not None for each in every]
-            self._tensors.refuse_some_missing(every, self.on_worker(lambda: gather_numbers(layers, flags)))
+            flags = [int(each.grad is not None) for each in every]
+            self._tensors.refuse_some_missing(every, self.on_worker(lambda: begin_gather(layers, flags)()))
         mine = norms_of_stages(stages, {*elsewhere, *local}, norm_type)
         norms = [json.loads(text) for text in self._gather_compared("control", json.dumps(mine))]
         if self._tensors.any_are_local:

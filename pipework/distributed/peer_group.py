@@ -23,7 +23,7 @@ from pipework.distributed.health.preemption import Preemption
 from pipework.distributed.health.status import describe_action
 from pipework.distributed.mesh import LEFT_EARLY, PIPES
 from pipework.distributed.rendezvous import Connections
-from pipework.distributed.transport.groups import LostConnectionError, all_gather, gather_numbers, is_broken_collective
+from pipework.distributed.transport import groups
 from pipework.runtime.failure import Failure
 from pipework.schedule.placement import named_stages
 
@@ -69,7 +69,6 @@ class PeerGroup(Backend):
         self._position = self.everyone.index(mesh.rank)
         self._workers: weakref.ref[WorkerThreads] | None = None  # the pipe replaces them with its layers
         self._in_call = threading.Lock()  # held during a call
-        self._lock = threading.Lock()
         self._failure: weakref.ref[Failure] | None = None
         self.stops = self._stop_was_seen = False
         self._common_error: BaseException | None = None
@@ -119,8 +118,8 @@ class PeerGroup(Backend):
         )
         weakref.finalize(self, self.monitor.close)
         self._connect(store, spec, tensors)
-        if groups := self.connections.device_groups:
-            weakref.finalize(self, _end_device_groups, groups, self.monitor, mesh, os.getpid())
+        if device_groups := self.connections.device_groups:
+            weakref.finalize(self, _end_device_groups, device_groups, self.monitor, mesh, os.getpid())
         self._preemption = Preemption(self.monitor)
         self._preemption.install()
         # Neither the monitor nor a run's failure may keep this object: dropping a pipe ends its threads and
@@ -137,7 +136,7 @@ class PeerGroup(Backend):
                 self.mesh.refuse_broken_groups()
                 self.connections = Connections(self.mesh, store, spec, tensors)
                 self.connections.make(self.monitor)
-            except LostConnectionError as error:
+            except groups.LostConnectionError as error:
                 raise self.explained(error) from None
         except BaseException as error:
             self.monitor.report(error, "making the pipe")
@@ -184,7 +183,7 @@ class PeerGroup(Backend):
                 with self.mesh.calls.in_groups(what) if self._has_groups else contextlib.nullcontext():
                     yield
             except BaseException as error:
-                if self._is_of_layers(error):  # on the calling thread
+                if self._without_layers(error) is not error:  # on the calling thread
                     raise self.explained(error) from None
                 if error is not self._common_error:
                     self.monitor.report(error, _where(error))
@@ -213,7 +212,7 @@ class PeerGroup(Backend):
         asked = self._preemption.requested
         replicas, layers = self.connections.replicas, self.connections.groups.get("layers")
         asked = asked if replicas is None else replicas.any_of(asked)
-        return asked if layers is None else bool(gather_numbers(layers, [asked]).any())
+        return asked if layers is None else bool(groups.begin_exchange(layers, groups.ANY, [asked])().any())
 
     def gather(self, name: str, text: str) -> list[str]:
         """The texts of all ranks of a group, in order. Every rank of it calls this, and waits for all others.
@@ -223,7 +222,7 @@ class PeerGroup(Backend):
             text: of this rank.
         """
         group = self.connections.groups[name]
-        return [each.decode() for each in self.on_worker(lambda: all_gather(group, text.encode()))]
+        return [each.decode() for each in self.on_worker(lambda: groups.all_gather(group, text.encode()))]
 
     @property
     def workers(self) -> WorkerThreads | None:
@@ -268,8 +267,7 @@ class PeerGroup(Backend):
 
     def during(self, failure: Failure) -> None:
         """See `Backend`."""
-        with self._lock:
-            self._failure = weakref.ref(failure)
+        self._failure = weakref.ref(failure)
         if self.monitor.failure is not None:
             failure.report(self.monitor.error(), None)
 
@@ -279,9 +277,8 @@ class PeerGroup(Backend):
         A rank that fails reports its error before it ends, so there is mostly a better reason than the lost connection.
         A rank that was killed reports nothing: then the lost connection itself is the reason.
         """
-        if self._is_of_layers(error):
-            error = LostConnectionError(None)
-        if not isinstance(error, LostConnectionError):
+        error = self._without_layers(error)
+        if not isinstance(error, groups.LostConnectionError):
             return error
         action = describe_action(self.monitor.progress.action)
         seen = f", seen by {self._named(self._position)} at {action}, in {self.monitor.current}"
@@ -292,34 +289,30 @@ class PeerGroup(Backend):
 
     def abort(self) -> None:
         """Ends all transfers for good."""
-        with self._lock:
-            failure = None if self._failure is None else self._failure()
-        error = None if failure is None else failure.error
-        if error is not None and self._is_of_layers(error):
-            self.monitor.announce_culprit(None)
-        elif isinstance(error, LostConnectionError):
-            self.monitor.announce_culprit(None if error.rank is None else self.everyone.index(error.rank))
-        elif error is not None:
-            self.monitor.announce_culprit(self._position)
+        failure = None if self._failure is None else self._failure()
+        if failure is not None and failure.error is not None:
+            error = self._without_layers(failure.error)
+            rank = error.rank if isinstance(error, groups.LostConnectionError) else self.mesh.rank
+            self.monitor.announce_culprit(None if rank is None else self.everyone.index(rank))
         with self.monitor.progress.waits():  # others know soon, and this rank is not stuck
             self.connections.abort()
 
     def _hear_of_failure(self) -> None:
         breaks = weakref.WeakMethod(self.mesh.break_layer_groups)
         self.monitor.end_process_if_stuck(self.mesh.grace, lambda: None if (method := breaks()) is None else method())
-        with self._lock:
-            failure = None if self._failure is None else self._failure()
+        failure = None if self._failure is None else self._failure()
         if failure is None:
             self.abort()
         else:
             failure.report(self.monitor.error(), None)
 
-    def _is_of_layers(self, error: BaseException) -> bool:
-        """Whether a layer of this rank has seen that another rank left a collective."""
-        return len(self.mesh.same_layers) > 1 and is_broken_collective(error)
+    def _without_layers(self, error: BaseException) -> BaseException:
+        """The error itself; if a layer has seen that another rank left a collective, a lost connection."""
+        broken = len(self.mesh.same_layers) > 1 and groups.is_broken_collective(error)
+        return groups.LostConnectionError(None) if broken else error
 
 
-def _end_device_groups(groups: Sequence[Group], monitor: HealthMonitor, mesh: Mesh, process: int) -> None:
+def _end_device_groups(device_groups: Sequence[Group], monitor: HealthMonitor, mesh: Mesh, process: int) -> None:
     """Ends the groups of NCCL with their pipe, or at the end of the program, when all has arrived that was sent.
 
     They are aborted, since a shutdown waits for other ranks, which may end later, or never.
@@ -333,7 +326,7 @@ def _end_device_groups(groups: Sequence[Group], monitor: HealthMonitor, mesh: Me
     if not monitor.close():
         vars(mesh.device_mesh)[LEFT_EARLY] = True
     with contextlib.suppress(RuntimeError):
-        for group in groups:
+        for group in device_groups:
             group.abort()
 
 

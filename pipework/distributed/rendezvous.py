@@ -14,15 +14,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from pipework.distributed.gradients.data_parallel import DataParallel
 from pipework.distributed.gradients.tied import TiedParameters
 from pipework.distributed.shared_tensors import refuse_any_different, refuse_some_different
+from pipework.distributed.transport import groups
 from pipework.distributed.transport.channel import Channel, DeviceChannel
-from pipework.distributed.transport.groups import (
-    break_group,
-    gather_numbers,
-    group_of,
-    nccl_group,
-    network_devices,
-    transferring,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,7 +67,7 @@ class Connections:
         self._store = store
         self._spec = spec
         self._tensors = tensors
-        self._devices = network_devices()
+        self._devices = groups.network_devices()
         self._over = threading.Event()  # set when the caller no longer waits for the result
         self.groups: dict[str, Group] = {}
         self.channels: dict[int, Channel] = {}
@@ -91,7 +84,7 @@ class Connections:
         for channel in list(self.channels.values()):
             channel.abort()
         for group in list(self.groups.values()):
-            break_group(group)
+            groups.break_group(group)
         for replicas in self.every_replicas:
             replicas.abort()
         for group in self.device_groups:
@@ -165,7 +158,7 @@ class Connections:
 
     def _compared(self, group: Group, ranks: Sequence[int]) -> tuple[list[str], list[str]]:
         """How the tensors that these ranks share compare."""
-        return self._tensors.compare(ranks, gather_numbers(group, self._tensors.digests(ranks)))
+        return self._tensors.compare(ranks, groups.begin_gather(group, self._tensors.digests(ranks))())
 
     def _data_parallel(self, ranks: Sequence[int]) -> DataParallel:
         group, device_group = self._groups(self._store, f"replicas on {ranks}", ranks, self._mesh.rank)
@@ -196,7 +189,7 @@ class Connections:
                 mesh.ranks[other], outgoing, incoming, mesh.device, device_channel, mesh.device_mesh
             )
             if device_channel is not None:
-                with transferring():
+                with groups.transferring():
                     device_channel.connect()
 
     def _groups(self, store: Store, name: str, members: Sequence[int], rank: int) -> tuple[Group, Group | None]:
@@ -204,7 +197,7 @@ class Connections:
         group = self._group(store, name, members, rank)
         if not self._mesh.uses_nccl:
             return group, None
-        make = functools.partial(nccl_group, device=self._mesh.device)
+        make = functools.partial(groups.nccl_group, device=self._mesh.device)
         self.device_groups.append(self._group(store, f"{name}, NCCL", members, rank, make))
         return group, self.device_groups[-1]
 
@@ -230,5 +223,6 @@ class Connections:
             pause = min(1.5 * pause, _POLL)
         if self._over.is_set():
             raise RuntimeError("the rendezvous was ended because a rank has failed")
-        with transferring():
-            return make(store, name, members, rank) if make else group_of(store, name, members, rank, self._devices)
+        with groups.transferring():
+            make = make or functools.partial(groups.group_of, devices=self._devices)
+            return make(store, name, members, rank)

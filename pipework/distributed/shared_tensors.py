@@ -219,16 +219,12 @@ def refuse_foreign_meshes(
         if not is_dtensor(tensor):
             continue
         over = sorted(tensor.device_mesh.mesh.flatten().tolist())
-        if any(rank not in everyone for rank in over):
-            raise ValueError(
-                f"{name} is sharded over {_ranks(over)}, and the mesh of this pipe has {_ranks(sorted(everyone))} "
-                "only: give Pipe the whole mesh with all its dimensions, not a slice such as mesh['pp']"
-            )
         if others := [rank for rank in over if rank not in same_layers]:
             raise ValueError(
-                f"{name} is sharded over {_ranks(over)}, and other stages of the pipe are on {_ranks(others)}: shard "
-                "it over a slice of the pipe's mesh without 'pp', such as parallelize_module(layer, mesh['tp'], plan) "
-                "or fully_shard(layer, mesh=mesh['dp'])"
+                f"{name} is sharded over {_ranks(over)}, and {_ranks(others)} have other stages or are not in the mesh "
+                f"of this pipe, which has {_ranks(sorted(everyone))}. Give Pipe the whole mesh with all dimensions. "
+                "Shard over a slice of it without 'pp', such as parallelize_module(layer, mesh['tp'], plan) or "
+                "fully_shard(layer, mesh=mesh['dp'])"
             )
 
 

@@ -1,9 +1,7 @@
-"""What ranks agree on at the beginning of a call of the pipe: each has one record of it, which is one message.
+"""What ranks agree on at the beginning of a call of the pipe: each gives a record of the call, and gets those of all.
 
-    last rank  --- its record -------------->  first rank        1. has the last rank a target?
-    first rank --- the record of all ------->  every other one   2. and what the first rank read
-
-The ranks that compute the same layers together compare their records before. In the first calls, and now and then
+The first rank's record has what it read of the inputs, the last one's whether there is a target. The ranks that compute
+the same layers together compare their records before. In the first calls, and now and then
 later, the records carry digests of inputs and targets, so that ranks that were given different data see it.
 """
 
@@ -15,11 +13,9 @@ import math
 import struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import torch
-
 from pipework.backend import StepCall
 from pipework.distributed.data_digest import NO_DATA, data_digest, tells_rows
-from pipework.distributed.transport.groups import gather_numbers, transferring
+from pipework.distributed.transport.groups import CALL, MOST, begin_exchange, begin_gather
 from pipework.model.marks import NO_ROWS
 from pipework.model.mini_batch import gradients_are_there
 from pipework.spot_checks import is_checked
@@ -27,13 +23,11 @@ from pipework.spot_checks import is_checked
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor
-
     from pipework.autograd.factor import Factor
     from pipework.distributed.transport.groups import Group
     from pipework.model.mini_batch import MiniBatch
 
-_BYTES: Final = 512  # of a record, more than it ever needs
+_BYTES: Final = 8 * MOST  # of a record, more than it ever needs
 _ALIKE: Final = ("training", "grad", "everywhere", "returns_output", "recorded", "scales_loss")
 _CALL_ALIKE: Final = "Call the pipe alike on all ranks"
 _SAME_DATA: Final = (
@@ -210,7 +204,6 @@ class StepCalls:
         self._trained = trained
         self._number = 0
         self.losses = DeliveredLosses()
-        self._sends: list[tuple[Tensor, int, Any]] = []  # sends that have not ended yet, and their memory
 
     def own(self, call: StepCall, inputs: Any, target: Any) -> RankCall:
         """The record of this rank for the next call. The caller's thread computes it, whose streams write the data."""
@@ -232,72 +225,42 @@ class StepCalls:
             ValueError: the ranks make different calls, were given different data, or brought other losses backward.
             LostConnectionError: a rank is gone.
         """
-        for _, worker, work in self._sends:
-            with transferring(self._ranks[worker]):
-                work.wait()
-        self._sends.clear()
-        first, last, here = self._first, self._last, self._worker
         if self._layers is not None:
             mine = self._agree_on_layers(*self._layers, mine)
-        if here == last != first:
-            self._send(first, mine.message())  # 1
-        if here != first:
-            other, theirs = first, self._receive_record(first)  # 2
-            agreed = theirs.call
-        else:
-            other, theirs = last, mine if last == first else self._receive_record(last)  # 1
-            unread = mine.call.has_target and not theirs.call.has_target
-            agreed = mine.call._replace(has_target=theirs.call.has_target, target_is_unread=unread)
-            for worker in range(len(self._ranks)):  # also if the calls differ: then every rank raises
-                if worker != first:
-                    self._send(worker, mine._replace(call=agreed).message())  # 2
-        for name in _ALIKE:
-            self._refuse_difference(name, mine, [theirs, mine], [self._ranks[other], self._ranks[here]])
-        self.check_delivered(mine.losses, theirs.losses, self._ranks[other])
+        records = _gathered(self._group, mine)
+        for name in ("number", *_ALIKE):
+            _refuse_difference(name, records, self._ranks)
+        for rank, theirs in zip(self._ranks, records, strict=True):
+            self.check_delivered(mine.losses, theirs.losses, rank)
         self.losses.begin_call()
-        if here in (first, last):
-            self._check_data(theirs, mine, other)
+        self._check_data(records)
+        call, has_target = records[self._first].call, records[self._last].call.has_target
+        agreed = call._replace(has_target=has_target, target_is_unread=call.has_target and not has_target)
         if not gradients_are_there(mine.call.gradients, agreed.gradients):
             raise ValueError(
-                f"an input requires a gradient on rank {self._ranks[here]}, which rank {self._ranks[first]}, that "
-                "reads the inputs, was given in another shape or without: what comes before a pipe runs on all ranks "
-                "alike. Give them the same inputs; where no gradient is wanted, detach() them or pass None"
+                f"an input requires a gradient on rank {self._ranks[self._worker]}, which rank "
+                f"{self._ranks[self._first]}, that reads the inputs, was given in another shape or without: what comes "
+                "before a pipe runs on all ranks alike. Give them the same inputs; where no gradient is wanted, "
+                "detach() them or pass None"
             )
         if agreed.given is not None:
-            agreed = agreed._replace(given=self._exchange_rows(batch, agreed.micro_batches))
+            rows = [NO_ROWS] * agreed.micro_batches if batch is None else batch.rows
+            agreed = agreed._replace(given=begin_gather(self._group, rows)()[self._first].tolist())
         return agreed
 
     def _agree_on_layers(self, group: Group, ranks: Sequence[int], mine: RankCall) -> RankCall:
         """This rank's record with the key of the first rank that computes the same layers. All must be alike."""
-        everyone = [RankCall.of_message(numbers) for numbers in gather_numbers(group, mine.message()).tolist()]
+        everyone = _gathered(group, mine)
         compared = ["number", *_ALIKE, "trained"]
         if self._worker == self._first:
             compared += ["rows", "micro_batches", "inputs", "gradients"]
         if self._worker == self._last:
             compared += ["has_target", "targets"]
         for name in compared:
-            self._refuse_difference(name, mine, everyone, ranks)
+            _refuse_difference(name, everyone, ranks)
         for rank, theirs in zip(ranks, everyone, strict=True):
             self.check_delivered(mine.losses, theirs.losses, rank)
         return mine._replace(call=mine.call._replace(key=everyone[0].call.key))
-
-    def _refuse_difference(self, name: str, mine: RankCall, records: Sequence[RankCall], ranks: Sequence[int]) -> None:
-        """Raises a ValueError if not all records have the same value of an attribute; it names the first difference."""
-        values = [getattr(each if name in RankCall._fields else each.call, name) for each in records]
-        if name in ("inputs", "targets") and NO_DATA in values:
-            return
-        for rank, value in zip(ranks, values, strict=True):
-            if value == values[0]:
-                continue
-            if name in ("inputs", "targets"):
-                text = f"rank {rank} was given other {name} than rank {ranks[0]} in call {mine.number} of the pipe"
-            else:
-                text = (
-                    f"rank {ranks[0]} and rank {rank} call the pipe differently in call {mine.number}: {name} is "
-                    f"{values[0]} on rank {ranks[0]} and {value} on rank {rank}"
-                )
-            same_data = name in ("rows", "micro_batches", "inputs", "targets")
-            raise ValueError(f"{text}. {_SAME_DATA if same_data else _CALL_ALIKE}")
 
     def check_delivered(self, mine: Delivered, theirs: Delivered, rank: int) -> None:
         """Raises a ValueError if another rank brought other losses backward, or with another factor."""
@@ -318,49 +281,42 @@ class StepCalls:
                 "differently on each rank: give it to Pipe(grad_scaler=)"
             )
 
-    def _check_data(self, theirs: RankCall, mine: RankCall, worker: int) -> None:
+    def _check_data(self, records: Sequence[RankCall]) -> None:
         """The inputs of the first rank and the target of the last are read: they must be of one mini-batch.
 
         They are if both ranks were given the same inputs, or the same target. What else differs is read nowhere, such
         as inputs that the last rank has augmented in another way, or with other rounding. But what comes before the
         pipe on a rank gets the gradient of the first rank's inputs, so that both must have the same.
         """
-        ranks = [self._ranks[worker], self._ranks[self._worker]]
-        if mine.call.gradients and theirs.call.gradients:
-            self._refuse_difference("inputs", mine, [theirs, mine], ranks)
-        pairs = {"inputs": (theirs.inputs, mine.inputs), "targets": (theirs.targets, mine.targets)}
-        known = {what: pair for what, pair in pairs.items() if NO_DATA not in pair}
-        if not any(there == here and tells_rows(here) for there, here in known.values()):
+        ranks = [self._ranks[self._first], self._ranks[self._last]]
+        pair = first, last = records[self._first], records[self._last]
+        if first.call.gradients and last.call.gradients:
+            _refuse_difference("inputs", pair, ranks)
+        known = [what for what in ("inputs", "targets") if NO_DATA not in (getattr(first, what), getattr(last, what))]
+        if not any(getattr(first, what) == getattr(last, what) and tells_rows(getattr(last, what)) for what in known):
             for what in known:
-                self._refuse_difference(what, mine, [theirs, mine], ranks)
+                _refuse_difference(what, pair, ranks)
 
-    def _exchange_rows(self, batch: MiniBatch | None, micro_batches: int) -> Sequence[int]:
-        """Gives the last rank the rows of micro-batches that the caller of the first has made; others need none."""
-        if batch is not None:
-            if self._last != self._first:
-                self._send(self._last, batch.rows)
-            return batch.rows
-        if self._worker == self._last:
-            return self._receive(self._first, micro_batches)
-        return [NO_ROWS] * micro_batches
 
-    def _send(self, worker: int, numbers: Sequence[int]) -> None:
-        data = torch.tensor(numbers)
-        with transferring(self._ranks[worker]):
-            self._sends.append((data, worker, self._group.send([data], worker, 0)))
+def _gathered(group: Group, mine: RankCall) -> list[RankCall]:
+    """The records of all ranks of a group."""
+    return [RankCall.of_message(numbers) for numbers in begin_exchange(group, CALL, mine.message())().tolist()]
 
-    def _receive(self, worker: int, count: int) -> list[int]:
-        data = torch.empty(count, dtype=torch.int64)
-        with transferring(self._ranks[worker]):
-            self._group.recv([data], worker, 0).wait()
-        numbers: list[int] = data.tolist()
-        return numbers
 
-    def _receive_record(self, worker: int) -> RankCall:
-        record = RankCall.of_message(self._receive(worker, _BYTES // 8))
-        if record.number != self._number:
-            raise ValueError(
-                f"this is call {self._number} of the pipe here and call {record.number} on rank {self._ranks[worker]}: "
-                "call it equally often everywhere"
+def _refuse_difference(name: str, records: Sequence[RankCall], ranks: Sequence[int]) -> None:
+    """Raises a ValueError if not all records have the same value of an attribute; it names the first difference."""
+    values = [getattr(each if name in RankCall._fields else each.call, name) for each in records]
+    if name in ("inputs", "targets") and NO_DATA in values:
+        return
+    for rank, value in zip(ranks, values, strict=True):
+        if value == values[0]:
+            continue
+        if name in ("inputs", "targets"):
+            text = f"rank {rank} was given other {name} than rank {ranks[0]} in call {records[0].number} of the pipe"
+        else:
+            text = (
+                f"rank {ranks[0]} and rank {rank} call the pipe differently in call {records[0].number}: {name} is "
+                f"{values[0]} on rank {ranks[0]} and {value} on rank {rank}"
             )
-        return record
+        same_data = name in ("rows", "micro_batches", "inputs", "targets")
+        raise ValueError(f"{text}. {_SAME_DATA if same_data else _CALL_ALIKE}")

@@ -33,13 +33,7 @@ import torch
 from torch.distributed import DistError
 
 from pipework import torch_private
-from pipework.distributed.transport.groups import (
-    LostConnectionError,
-    all_gather,
-    begin_gather,
-    break_group,
-    transferring,
-)
+from pipework.distributed.transport import groups
 from pipework.values.dtensor import is_dtensor, local_part, with_local_part
 
 if TYPE_CHECKING:
@@ -55,7 +49,6 @@ if TYPE_CHECKING:
     from pipework.runtime.run_spec import RunSpec
 
 BUCKET = 25 * 1024 * 1024  # bytes
-_ASKS, _COMPARES, _COUNTS = range(3)  # the first number of an exchange: of `any_of`, `compare` and `extremes_of`
 _DEVICES_OF_GLOO = ("cpu", "cuda")
 _SUMMED: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})  # by gloo and by NCCL
 _SHOWN: Final = 5  # names in a message
@@ -161,7 +154,8 @@ class DataParallel:
             TypeError: a gradient cannot be summed.
         """
         trained = self._describe(parameters)
-        comparison = self._begin_exchange(_COMPARES, _number_of(trained), _number_of(delivered)), trained
+        numbers = _number_of(trained), _number_of(delivered)
+        comparison = groups.begin_exchange(self.group, groups.COMPARISON, numbers), trained
         with self._lock:
             if not self._aborted:
                 self._comparison = comparison
@@ -228,7 +222,7 @@ class DataParallel:
         while True:
             with self._lock:
                 if self._aborted:
-                    raise LostConnectionError(None)
+                    raise groups.LostConnectionError(None)
                 if not self._reductions:
                     return
                 reduction = self._reductions.pop(0)
@@ -248,17 +242,17 @@ class DataParallel:
             Waits for the answer.
         """
         self._end_comparison()
-        wait = begin_gather(self.group, [int(flag) for flag in flags])
+        wait = groups.begin_gather(self.group, [int(flag) for flag in flags])
         return lambda: wait().any(0).tolist()
 
     def extremes_of(self, number: int) -> tuple[int, int]:
         """The lowest and the highest number of all replicas, which all call this in the middle of a call."""
-        numbers = self._begin_exchange(_COUNTS, number)()[:, 1]
+        numbers = groups.begin_exchange(self.group, groups.COUNT, [number])()
         return int(numbers.min()), int(numbers.max())
 
     def any_of(self, flag: bool) -> bool:
         """Whether the flag is set on any replica."""
-        return bool(self._begin_exchange(_ASKS, flag)()[:, 1].any())
+        return bool(groups.begin_exchange(self.group, groups.ANY, [flag])().any())
 
     def abort(self) -> None:
         """Ends all transfers for good, and drops their tensors; from any thread."""
@@ -266,7 +260,7 @@ class DataParallel:
             self._aborted = True
             self._reductions.clear()
             self._comparison = None
-        break_group(self.group)
+        groups.break_group(self.group)
 
     def _end_comparison(self) -> None:
         with self._lock:
@@ -275,9 +269,9 @@ class DataParallel:
             return
         wait, mine = comparison
         rows = wait()
-        if (rows[:, 1] != rows[0, 1]).any():  # all replicas see this, and exchange more
-            self._refuse_differences(all_gather(self.group, mine.encode()))
-        if (rows[:, 2] != rows[0, 2]).any():
+        if (rows[:, 0] != rows[0, 0]).any():  # all replicas see this, and exchange more
+            self._refuse_differences(groups.all_gather(self.group, mine.encode()))
+        if (rows[:, 1] != rows[0, 1]).any():
             raise ValueError(
                 "loss.backward() was called on some replicas of the pipe and not on others, after one of the last "
                 "calls: their weights are not the same any more. Call it on all ranks"
@@ -295,25 +289,6 @@ class DataParallel:
             "Freeze, unfreeze, convert and replace parameters on all replicas"
         )
 
-    def _begin_exchange(self, kind: int, first: int, second: int = 0) -> Callable[[], Tensor]:
-        """Begins to exchange numbers.
-
-        Every call begins with such an exchange, always of as many numbers: gloo ends a process that receives more than
-        it expects. So replicas that make different calls see it here, and the monitor knows in which call each is.
-
-        Returns:
-            Waits, and returns a row of numbers for each replica.
-        """
-        wait = begin_gather(self.group, (kind, first, second))
-
-        def finish() -> Tensor:
-            rows = wait()
-            if (rows[:, 0] != kind).any():
-                raise LostConnectionError(None)
-            return rows
-
-        return finish
-
     def _start(self, collective: str, tensor: Tensor, *options: Any) -> Any:
         """Starts a collective of all replicas. An error about the tensor itself is no lost connection."""
         on_host = tensor if tensor.device.type in _DEVICES_OF_GLOO else tensor.cpu()
@@ -323,12 +298,12 @@ class DataParallel:
         try:
             work = getattr(group, collective)(on_host, *options)
         except DistError as error:
-            raise LostConnectionError(None) from error
+            raise groups.LostConnectionError(None) from error
         return work if on_host is tensor else _ThroughHost(work, on_host, tensor)
 
     def _wait(self, work: Any) -> None:
         try:
-            with transferring():
+            with groups.transferring():
                 work.wait()
         finally:
             del work  # it keeps the tensor

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 NO_TIMEOUT: Final = timedelta(days=7)
 """A rank waits for another one as long as that is alive: the monitor decides this, and not a timeout of PyTorch."""
 
+CALL, TEXT, ANY, COMPARISON, COUNT = range(5)
+"""The kinds of what ranks exchange: records of calls; texts; whether something is so on any rank; what replicas train;
+how many micro-batches they have."""
+
+MOST: Final = 63
+"""Numbers of 64 bits that `begin_exchange` exchanges at most."""
+
 _BREAKING_TAG: Final = 2**31 - 1
 
 # gloo raises a RuntimeError. It names its source files, or what the system says of a socket.
@@ -167,9 +174,30 @@ def begin_gather(group: Any, values: Tensor | Sequence[int]) -> Callable[[], Ten
     return wait
 
 
-def gather_numbers(group: Group, numbers: Sequence[int]) -> Tensor:
-    """A row of whole numbers of each rank of a group, all of which call this; see `begin_gather`."""
-    return begin_gather(group, [int(number) for number in numbers])()
+def begin_exchange(group: Any, kind: int, numbers: Sequence[int]) -> Callable[[], Tensor]:
+    """Begins to exchange a few whole numbers. Every rank of the group calls this.
+
+    What ranks exchange in a group begins with this, always with as many numbers: gloo ends a process that receives more
+    than it expects. So ranks that make different calls see it here, and the monitor knows in which call each is.
+
+    Args:
+        group: of the ranks.
+        kind: of what is exchanged, see `CALL` and the others.
+        numbers: of this rank; at most `MOST`, and on all ranks as many.
+
+    Returns:
+        Waits, and returns a row of numbers for each rank. It raises a `LostConnectionError` if a rank is gone, or
+        exchanges something of another kind.
+    """
+    wait = begin_gather(group, [kind, *numbers, *[0] * (MOST - len(numbers))])
+
+    def finish() -> Tensor:
+        rows = wait()
+        if (rows[:, 0] != kind).any():
+            raise LostConnectionError(None)
+        return rows[:, 1 : 1 + len(numbers)]
+
+    return finish
 
 
 def all_gather(group: Group, mine: bytes) -> list[bytes]:
@@ -178,6 +206,6 @@ def all_gather(group: Group, mine: bytes) -> list[bytes]:
     Raises:
         LostConnectionError: a rank is gone.
     """
-    sizes = gather_numbers(group, [len(mine)]).flatten().tolist()
+    sizes = begin_exchange(group, TEXT, [len(mine)])().flatten().tolist()
     rows = begin_gather(group, torch.frombuffer(bytearray(mine.ljust(max(sizes) + 1)), dtype=torch.uint8))()
     return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipework import Mesh, Pipe, torch_private
-from pipework.distributed import rendezvous
+from pipework.distributed.transport import groups
 from pipework.distributed.transport.groups import group_of
 from pipework.values import tensor_form
 from tests.jobs import Ended, Job
@@ -76,7 +76,7 @@ def says_how_it_ends(mesh: Mesh, with_nccl: bool) -> list[str]:
     torch_private.abort_process_groups = said("aborted", torch_private.abort_process_groups)
     if with_nccl:
         Mesh.uses_nccl = property(lambda self: True)
-        rendezvous.nccl_group = stand_in
+        groups.nccl_group = stand_in
         tensor_form.lies_on_accelerator = lambda tensor: tensor.dtype is torch.float32
         torch.accelerator.synchronize = lambda device: None
     return done
