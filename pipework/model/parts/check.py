@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework.model.parts.leaves import flatten, mapped, tensors_in
+from pipework.model.parts.side_effects import in_mode
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -73,17 +74,11 @@ def _through(layers: nn.Sequential, arguments: tuple[Any, ...], keywords: dict[s
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards flags, buffers and the random state are as before."""
     every = [each for module in modules for each in module.modules()]
-    flags = [(vars(each), each.training) for each in every if "training" in vars(each)]
     buffers = [(buffer, buffer.clone()) for each in every for buffer in each._buffers.values() if buffer is not None]
-    for attributes, _ in flags:
-        attributes["training"] = False  # eval() may do more, such as merge adapters
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with in_mode(every, training=False), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
             yield
-    finally:
-        for attributes, flag in flags:
-            attributes["training"] = flag
-        with torch.no_grad():
+        finally:
             for buffer, before in buffers:
                 buffer.copy_(before)
 

@@ -14,7 +14,7 @@ from pipework.model.parts.adapter import Adapter
 from pipework.model.parts.dry_run import DryRun
 from pipework.model.parts.part import Part
 from pipework.model.parts.sample import arguments_of, few_rows
-from pipework.model.parts.side_effects import generators_put_back
+from pipework.model.parts.side_effects import generators_put_back, in_mode
 from pipework.model.parts.skeleton import Skeleton
 from pipework.model.parts.trace import CannotCut, PartSpan, Trace, unit_of
 from pipework.model.parts.units import find_units
@@ -138,20 +138,14 @@ class Cuttable:
         Raises:
             CannotCut: what it does then cannot be cut.
         """
-        flags = [(module, module.training) for module in self.model.modules()]
         try:
-            other = not self.model.training
-            for module, _ in flags:
-                module.training = other  # train() and eval() may do more, such as merge adapters
-            return self._traced()[0]
+            with in_mode(self.model.modules(), training=not self.model.training):
+                return self._traced()[0]
         except CannotCut:
             raise
         except Exception:  # it may need other inputs then
             _logger.debug("%s runs in one mode only with the sample", type(self.model).__name__, exc_info=True)
             return None
-        finally:
-            for module, flag in flags:
-                module.training = flag
 
     def _refuse_other_arguments(self, sample: Any) -> None:
         """Raises an error if the forward does not take the sample."""

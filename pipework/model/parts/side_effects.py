@@ -47,6 +47,19 @@ def generators_put_back() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
+def in_mode(modules: Iterable[nn.Module], *, training: bool) -> Iterator[None]:
+    """Inside, modules have this flag `training`; `train()` and `eval()` may do more, such as merge adapters."""
+    flags = [(vars(each), each.training) for each in modules if "training" in vars(each)]
+    for attributes, _ in flags:
+        attributes["training"] = training
+    try:
+        yield
+    finally:
+        for attributes, flag in flags:
+            attributes["training"] = flag
+
+
+@contextlib.contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
     """Afterwards the attributes of a module and of the modules inside are as before, also what lists and dicts hold."""
     kept = [(vars(each), dict(vars(each))) for each in module.modules()]

@@ -41,23 +41,8 @@ class Packed(nn.Parameter):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         """All is done in `__new__`."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "data": self.data, "requires_grad": self.requires_grad}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.requires_grad = state["requires_grad"]
-        self.quant_state, self.is_quantised = state["quant_state"], state["is_quantised"]
-        self.data = state["data"]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self).__new__, (type(self),), self.__getstate__()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Packed:
-        state = self.__getstate__()
-        copied = type(self).__new__(type(self))
-        copied.__setstate__(state)
-        copied.quant_state = copy.deepcopy(state["quant_state"])
-        copied.data = copy.deepcopy(state["data"])
+        copied = Packed(self.data.clone(), self.requires_grad, copy.deepcopy(self.quant_state), self.is_quantised)
         memo[id(self)] = copied
         return copied
 

@@ -56,20 +56,6 @@ class Wrapping(Dense):
         return {"value": output.value, "count": 2, "nothing": None} if self.is_dict else output
 
 
-class Counting(nn.Module):
-    """Returns no tensor, and keeps a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Any:
-        if self.training:
-            self.seen += x.detach().mean()
-        return None if x.shape[-1] else 3
-
-
 class Listing(Dense):
     """Returns a list with its input, a view of it, something new, and what nobody reads."""
 
@@ -214,12 +200,6 @@ class RandomModule(nn.Module):
         assert output.nothing is None
         return [output.value * output.count if counts else output.value]
 
-    def make_counting(self) -> None:
-        self.add("counting", self.unit(Counting()), self.some(), gives=0)
-
-    def run_counting(self, values: Any, mask: Any, number: int, given: int) -> Any:
-        return [] if self.units[number](values[given]) is None else values
-
     def make_group(self) -> None:
         name, adds = f"group{self.groups}", self.choices[0].random() < 0.3
         self.groups += 1
@@ -253,12 +233,6 @@ class RandomModule(nn.Module):
     def run_classes(self, values: Any, mask: Any, number: int, words: int, given: int) -> Any:
         found = self.units[number](values[given])
         return [self.units[words](torch.where(found > 0, found, 1)) + values[given]]
-
-    def make_frozen(self) -> None:
-        unit = Dense()
-        for parameter in unit.parameters():
-            parameter.requires_grad_(False)
-        self.add("unit", self.unit(unit), self.some(), False)
 
     def make_ungraded(self) -> None:
         self.rounds = True

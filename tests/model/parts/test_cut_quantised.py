@@ -1,17 +1,14 @@
 """Weights in storage classes of their own: bytes with a scale, as bitsandbytes has them, and wrappers, as torchao's."""
 
 import copy
-import io
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from pipework import load_checkpoint, save_checkpoint, to_sequential
-from tests.model.parts.harness import assert_exact, assert_same, attached, loss_in, plain_step
+from tests.model.parts.harness import assert_exact, attached, loss_in, plain_step
 from tests.model.parts.models import WIDTH, batch_of
 from tests.model.parts.quantised import LINEARS, EightLinear, PackedLinear, Quantised
 
@@ -44,28 +41,6 @@ def test_classes_and_their_attributes_survive(kind: type[nn.Linear]) -> None:
     plain = copy.deepcopy(other)
     model.load_state_dict(other.state_dict())
     assert torch.equal(loss_in(model(**batch)).detach(), plain_step(plain, batch, 2))
-
-
-@KINDS
-@pytest.mark.parametrize("copies", [copy.deepcopy, lambda model: _pickled(model)], ids=["deepcopy", "pickle"])
-def test_a_copy_has_a_pipe_of_its_own(kind: type[nn.Linear], copies: Callable[[nn.Module], nn.Module]) -> None:
-    model, batch = Quantised(kind), batch_of(Quantised)
-    plain = copy.deepcopy(model)
-    attached(model, batch, balance=[3, 3])
-    copied = copies(model)
-    expected = plain_step(plain, batch, 2)
-    loss = loss_in(copied(**batch))
-    loss.backward()
-    assert torch.equal(loss.detach(), expected)
-    assert_same(copied, plain)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def _pickled(model: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def test_a_checkpoint_has_the_bytes_and_their_scales(tmp_path: Path) -> None:
