@@ -59,20 +59,17 @@ def batch_second_noticed(
     Returns:
         A list that gets a warning for each module for which this is so.
     """
+    names = {module: what for what, module in modules}
     shapes: dict[str, tuple[int, ...]] = {}  # by what the module is called
 
-    def note(what: str, values: Iterable[Any]) -> None:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = (*args, *kwargs.values())
         shape = next((tuple(value.shape) for value in values if isinstance(value, Tensor)), ())
         if len(shape) in (2, 3) and shape[0] in sizes:
-            shapes.setdefault(what, shape)
+            shapes.setdefault(names[module], shape)
 
     with lock:
-        handles = [
-            module.register_forward_pre_hook(
-                lambda module, args, kwargs, what=what: note(what, (*args, *kwargs.values())), with_kwargs=True
-            )
-            for what, module in modules
-        ]
+        handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in names]
     found: list[str] = []
     try:
         yield found

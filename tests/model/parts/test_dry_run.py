@@ -77,15 +77,28 @@ def test_a_model_on_the_meta_device() -> None:
     assert Cuttable(model, INPUTS, blocks=None).trace == Cuttable(Net(), INPUTS, blocks=None).trace
 
 
-def test_values_that_the_forward_reads_go_to_all_parts() -> None:
+class Lengths(nn.Module):
+    def forward(self, mask: Tensor) -> Tensor:
+        return mask.sum(1)
+
+
+@pytest.mark.parametrize(("by_unit", "read"), [(False, ("input", "mask", 0)), (True, ("call", "lengths#0", 0))])
+def test_values_that_the_forward_reads_go_to_all_parts(by_unit: bool, read: tuple[str, str, int]) -> None:
+    """A unit without parameters computes in the dry run, so that the forward reads its values."""
+
     class Reading(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lengths = Lengths()
+
         def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-            length = int(mask.sum(1).max())
+            length = int((self.lengths(mask) if by_unit else mask.sum(1)).max())
+            assert length == 2
             first = self.blocks[0](self.embed(ids)[:, :length])
             return self.blocks[1](first)
 
     uses = Cuttable(Reading(), {"ids": INPUTS["ids"], "mask": INPUTS["mask"]}, blocks=None).trace.uses
-    assert END in uses[Source("input", "mask", 0)]
+    assert END in uses[Source(*read)]
 
 
 class Hiding(nn.Linear):
