@@ -1,12 +1,18 @@
-"""How a model is cut: groups of units, balances, and what is refused."""
+"""How a model is cut, and what is refused; cut models under autocast, and with deferred batch norms."""
+
+import contextlib
+import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipework import convert_deferred_batch_norm
 from pipework.model.parts.cut import Cuttable
 from pipework.model.parts.trace import CannotCut
-from tests.model.parts.models import WIDTH, Block
+from tests.model.parts.harness import assert_same, attached, loss_in, micro_batches, plain_step
+from tests.model.parts.models import WIDTH, Block, ResNet, batch_of, loss_of
 
 X = torch.randn(2, WIDTH)
 
@@ -69,3 +75,75 @@ def test_a_model_in_evaluation_mode_is_tried_in_training() -> None:
 
     with pytest.raises(CannotCut, match=r"keeps a state in self.steps"):
         Cuttable(Dropping().train(), X, blocks=None)
+
+
+def autocast(enabled: bool = True) -> Any:
+    return torch.autocast("cpu", torch.bfloat16) if enabled else contextlib.nullcontext()
+
+
+class Mixed(nn.Module):
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any, labels: Any = None) -> Any:
+        with autocast(self.inside):
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x)
+            x = x @ x.new_ones(WIDTH, WIDTH)  # between units, in the type of autocast
+        return loss_of(self.head(x if torch.is_autocast_enabled("cpu") else x.float()), labels)
+
+
+SETTINGS = [
+    {"checkpoint": "always"},
+    {"schedule": "zb-h1"},
+    pytest.param({"checkpoint": "never"}, marks=pytest.mark.slow),
+    pytest.param({"schedule": "zb-v"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+@pytest.mark.parametrize("at_call", [False, True])
+@pytest.mark.parametrize("at_attach", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_it_is_that_of_the_model_itself(inside: bool, at_attach: bool, at_call: bool, options: dict[str, Any]) -> None:
+    model, batch = Mixed(inside), batch_of(Mixed)
+    plain, pieces = copy.deepcopy(model), micro_batches(batch, 4)
+    balance = [1, 2, 2, 1] if options.get("schedule") == "zb-v" else [3, 3]
+    with autocast(at_attach):
+        attached(model, batch, chunks=4, balance=balance, **options)
+    with autocast(at_call):
+        loss = loss_in(model(**batch))
+        losses = [loss_in(plain(**piece)) * 0.25 for piece in pieces]
+    loss.backward()
+    for each in losses:
+        each.backward()
+    total = losses[0].detach()
+    for each in losses[1:]:
+        total = total + each.detach()
+    assert torch.equal(loss.detach(), total)
+    assert_same(model, plain)
+    model.eval()
+    with torch.no_grad(), autocast(at_call):
+        expected = torch.cat([plain(piece["x"]) for piece in pieces])
+        output = model(batch["x"])
+    assert output.dtype == expected.dtype
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_attached(checkpoint: str) -> None:
+    model, batch = ResNet(), batch_of(ResNet)
+    plain = convert_deferred_batch_norm(copy.deepcopy(model), 4)
+    names = list(model.state_dict())
+    attached(model, batch, chunks=4, balance=[4, 3], deferred_batch_norm=True, checkpoint=checkpoint)
+    assert list(model.state_dict()) == names
+    for _ in range(2):
+        loss, expected = loss_in(model(**batch)), plain_step(plain, batch, 4)
+        loss.backward()
+        assert torch.equal(loss.detach(), expected)
+        assert_same(model, plain)
