@@ -1,7 +1,9 @@
-"""The factor by which the gradients of a loss inside are still to be multiplied: its gradient, over its scale.
+"""The factor by which the gradients of a loss inside are still to be multiplied.
 
-On the CPU it is a number, mostly 1, for which nothing is to be done. On an accelerator the host would wait for the
-whole mini-batch before it could read the number. So there the factor stays where it is, and multiplies whatever it is.
+A pipe computes the gradients with the loss. If the user calls `(loss / 4).backward()` later, autograd gives the loss
+the gradient 1/4, and the factor is 1/4 over the scale with which the pipe has computed. On the CPU the factor is a
+number, mostly 1: then there is nothing to multiply. On an accelerator the host would wait for the whole mini-batch
+before it could read the number. So the factor stays on the device, and multiplies the gradients even if it is 1.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Factor:
 
     @classmethod
     def of(cls, gradient: Tensor, scale: float | Tensor) -> Self:
-        """The factor after a backward that began with `scale`, if the user's gives the loss this gradient.
+        """The factor of gradients that were computed with `scale`, if the user's backward gives the loss `gradient`.
 
         Example:
             >>> Factor.of(torch.tensor(2.0), scale=2.0).is_one

@@ -93,7 +93,7 @@ class LossInside:
         join: joins the input gradients of stage 0 into those of the pipe's input tensors.
         returned: the input gradients of stage 0.
         scale: the factor of all gradients.
-        arrived: is given the factor of a backward that has come to the first node, see `attach`.
+        arrived: called with the factor when a backward has come to the first node, see `attach`.
         begun: called when a backward begins.
         lacks_scaler: whether a factor as large as that of a `GradScaler` is refused, since it comes too late.
     """
@@ -110,7 +110,7 @@ class LossInside:
     def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> Factor | None:
         """See `LossOutside`: returns the factor by which the gradients are still to be multiplied, mostly 1."""
         (gradient,) = gradients
-        if gradient is None:  # a node behind the loss may return None
+        if gradient is None:  # a function of the user's, applied to the loss, has returned None in its backward
             return None
         if self.begun is not None:
             self.begun()

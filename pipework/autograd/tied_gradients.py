@@ -41,13 +41,13 @@ class TiedGradients:
         self._to_earlier: list[tuple[Tensor, dict[int, Departed], Link | None]] = []
 
     def connect(self, alias: Tensor, later: TiedGradients, alias_there: Tensor, link: Link | None) -> None:
-        """This stage begins with what the other one finds, which comes over the link."""
+        """The backward of this stage begins with the gradient that the later stage has found, sent over the link."""
         waiting: dict[int, Departed] = {}
         self._from_later.append((alias, waiting, link))
         later._to_earlier.append((alias_there, waiting, link))
 
     def begun(self, micro_batch: int) -> list[tuple[Tensor, Tensor]]:
-        """The aliases whose gradients a later stage has begun, with these gradients: further roots of the backward."""
+        """Further roots of the backward: each alias whose gradient a later stage has begun, with that gradient."""
         found = []
         for alias, waiting, link in self._from_later:
             if micro_batch in waiting:
@@ -58,7 +58,7 @@ class TiedGradients:
         return found
 
     def hand_on(self, micro_batch: int) -> None:
-        """After the backward: gives the gradients to the stages that go on with them."""
+        """After the backward: sends the gradients to the earlier stages, which add theirs."""
         for alias, waiting, link in self._to_earlier:
             if alias.grad is not None:
                 waiting[micro_batch] = ((alias.grad,), None) if link is None else link.depart((alias.grad,))
@@ -71,7 +71,7 @@ class TiedGradients:
 
 
 def tied_gradients(stages: Mapping[int, Aliases], link: Callable[[int, int], Link | None]) -> dict[int, TiedGradients]:
-    """For each stage of this process that shares parameters with another one, which they are.
+    """The shared parameters of each stage of this process, by its number; a stage that shares none is left out.
 
     Args:
         stages: by number.

@@ -68,42 +68,37 @@ class WorkerDevice:
 
     def clock(self) -> Clock:
         """A clock whose marks are passed when the device has completed what was launched before."""
-        return Clock() if self.stream is None else StreamClock(self.device, self.stream)
+        return Clock(self.device, self.stream)
 
 
 class Clock:
-    """The clock of a CPU worker, in seconds of `time.perf_counter`."""
+    """The clock of a worker, in seconds of `time.perf_counter`.
 
-    def now(self) -> float | torch.Event:
-        """A mark of the present time."""
-        return time.perf_counter()
+    On an accelerator a kernel ends long after the host has launched it. There a mark is an event in the worker's
+    stream, and its time is the moment when the stream has passed it.
+    """
 
-    def seconds(self, mark: float | torch.Event) -> float:
-        """The time of a mark, in seconds."""
-        assert isinstance(mark, float)
-        return mark
-
-
-class StreamClock(Clock):
-    """The clock of an accelerator's stream: the device completes a kernel long after the host has launched it."""
-
-    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
+    def __init__(self, device: torch.device, stream: torch.Stream | None) -> None:
         self._device = device
         self._stream = stream
-        stream.synchronize()
-        self._origin_event = torch.Event(device, enable_timing=True)
-        self._origin_event.record(stream)
+        if stream is not None:
+            stream.synchronize()
+            self._origin_event = torch.Event(device, enable_timing=True)
+            self._origin_event.record(stream)
         self._origin = time.perf_counter()
 
     def now(self) -> float | torch.Event:
-        """An event in the stream."""
+        """A mark of the present time."""
+        if self._stream is None:
+            return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
         event.record(self._stream)
         return event
 
     def seconds(self, mark: float | torch.Event) -> float:
-        """The time when the stream passed the event, in seconds."""
-        assert isinstance(mark, torch.Event)
+        """The time of a mark, in seconds."""
+        if isinstance(mark, float):
+            return mark
         mark.synchronize()
         return self._origin + self._origin_event.elapsed_time(mark) / 1e3
 

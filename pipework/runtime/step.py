@@ -177,7 +177,8 @@ class Step:
             inputs: for each micro-batch, what stage 0 gets.
 
         Returns:
-            For each micro-batch, what the last stage gave; nothing if that is in another process and not wanted here.
+            For each micro-batch, the output of the last stage; an empty list if the last stage is in another process
+            and this process does not want its outputs.
         """
         shared = None if self._options.everywhere else 0
         stages = len(self._engine.placement)
@@ -193,8 +194,8 @@ class Step:
             retain_graph: whether this may be called again.
 
         Returns:
-            For each micro-batch, the gradient of each tensor that stage 0 was given; nothing if none requires one, or
-            this process does not want them.
+            For each micro-batch, the gradient of each tensor that stage 0 was given; an empty list if no input requires
+            a gradient, or this process does not want the gradients.
         """
         if self._failed:
             raise RuntimeError(

@@ -98,8 +98,8 @@ class LocalEndpoint:
 
     Args:
         boxes: of all stages and of the outside.
-        inbox: of this worker; None: its messages lie there before it asks for them.
-        inboxes: for each stage that of its worker; None as above.
+        inbox: of this worker; None: the worker never waits, because a message is sent before it is asked for.
+        inboxes: for each stage the inbox of its worker; None: that worker never waits.
         links: for each stage the link that copies to its device; None: tensors are passed by reference.
         copies: whether any endpoint of the transport has a link.
     """

@@ -3,7 +3,6 @@
 import gc
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -27,27 +26,17 @@ def block() -> nn.Sequential:
 class Run:
     """A pipe on two devices, of which one gets just the memory that a small mini-batch has needed."""
 
-    def __init__(
-        self,
-        schedule: str,
-        *,
-        inside: bool = True,
-        full: int = 0,
-        module: Any = None,
-        large: Any = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, schedule: str, *, inside: bool, full: int) -> None:
         self.inside = inside
         stages = 4 if schedule in ("interleaved-1f1b", "zb-v") else 2
-        options = {"chunks": 8, "checkpoint": "never", "balance": [4 // stages] * stages, **options}
         self.pipe = Pipe(
-            module or nn.Sequential(*(block() for _ in range(4))), devices=DEVICES, schedule=schedule,
-            loss_fn=functional.mse_loss, **options,
+            nn.Sequential(*(block() for _ in range(4))), 8, "never", balance=[4 // stages] * stages, devices=DEVICES,
+            schedule=schedule, loss_fn=functional.mse_loss,
         )  # fmt: skip
         self.optimizer = torch.optim.SGD(self.pipe.parameters(), lr=0.01, momentum=0.9)
         self.small = self.batch(64)
         self.small_bytes = self.small[0].nbytes
-        self.large = self.batch(1024) if large is None else large
+        self.large = self.batch(1024)
         self.step(*self.small)
         self.gradients = self.step(*self.small, update=False)
         self.limit(full)

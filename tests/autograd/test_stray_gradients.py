@@ -108,17 +108,6 @@ def test_a_tensor_with_its_graph_that_several_micro_batches_use(schedule: str, i
     assert re.search(FREED.format(r" \(layer '0' \(Cached\) has one: it keeps 'cached'\)"), notes), notes
 
 
-def test_one_that_is_added_later() -> None:
-    gate = Gate(lambda gate, aux, output: None)
-    pipe, x, y = pipe_of(gate), torch.randn(8, 4), torch.randn(8, 1)
-    for _ in range(spot_checks.EACH - 1):
-        pipe(x, target=y).backward()
-    gate.keep = as_attribute
-    loss = pipe(x, target=y)
-    with pytest.raises(RuntimeError, match=LOST):
-        (loss + gate.aux).backward()
-
-
 def detached(gate: Gate, aux: torch.Tensor, output: torch.Tensor) -> None:
     gate.aux = aux.detach() if gate.aux is None else 0.9 * gate.aux + 0.1 * aux.detach()
 

@@ -136,31 +136,6 @@ class TestWithoutAPipe:
             skip_tracker.current().load((None, "identity"))
 
 
-class TestTheTracker:
-    def test_gets_key_tensor_and_number_of_poppers(self):
-        saved = []
-
-        class Tracker:
-            def save(self, key, tensor, poppers):
-                saved.append((key, tensor, poppers))
-
-            def load(self, key):
-                return torch.full((4,), 7.0)
-
-        namespace = Namespace()
-        fork, *joins = (layer.isolate(namespace) for layer in (Fork(), Join(), Join()))
-        x = torch.zeros(4)
-        with skip_tracker.using(Tracker()):
-            fork(x)
-            verify_skippables(nn.Sequential(fork, *joins))
-            fork(x)
-            assert torch.equal(joins[0](x), torch.full((4,), 7.0))
-        (key, tensor, poppers), (_, _, poppers_afterwards) = saved
-        assert key == (namespace, "identity")
-        assert tensor is x
-        assert (poppers, poppers_afterwards) == (1, 2)
-
-
 class TestErrors:
     def failing(self, error, message, layer):
         with pytest.raises(error) as caught:

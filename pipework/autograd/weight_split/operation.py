@@ -51,12 +51,13 @@ Parts: TypeAlias = Sequence[tuple[DeferrableAlias, Tensor]]
 
 
 class Operation:
-    """One call of an operator: a hook on its output, and what W computes the parameters' gradients from.
+    """One call of an operator: it is the hook on the output, and W computes the parameters' gradients from it.
 
     Attributes:
         name: of the operator, for messages.
         parameters: the aliases whose gradients it can defer.
-        deciding: how many of them, from the first, must all be deferred if any is; None: all.
+        deciding: so many of them, from the first, are deferred together or not at all. 1: of a linear layer the weight
+            decides, and its bias may be left to autograd. None: all.
         kept: what the gradients need beside the output's gradient; after `wait_in`, what the user's hooks for saved
             tensors made of it.
     """

@@ -103,7 +103,8 @@ class WeightGradientStore:
         new_queue: makes a list for what a micro-batch defers.
 
     Attributes:
-        accumulates: whether autograd said, where I began, that all gradients are accumulated.
+        accumulates: whether the backward of the latest I accumulates all gradients, as `loss.backward()` does, and not
+            some only, as `torch.autograd.grad`.
     """
 
     def __init__(self, known: dict[int, bool], new_queue: Callable[[], Queue] = list) -> None:

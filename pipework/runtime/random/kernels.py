@@ -78,12 +78,12 @@ class DeviceGenerator:
             "recomputation: run these layers on another device, or give the module these functions"
         )
 
-    def check(self) -> None:
-        """Raises a RuntimeError if the device does not let its generator be moved, as while a graph is captured."""
-        self.get()
-
     def get(self) -> State:
-        """The state. Not to be asked for while a graph is captured."""
+        """The state.
+
+        Raises:
+            RuntimeError: the device does not let its generator be moved, as while a graph is captured.
+        """
         if self._own is not None:
             return self._own.initial_seed(), self._own.get_offset()
         # The function itself, not the one that `kernels` has put in its place.

@@ -4,9 +4,9 @@ The ranks that compute a layer together have the same stream. For a shard, a num
 generator together with the rank's place: so the stream goes on alike everywhere, and a recomputation, which restores
 the stream, finds the same numbers again.
 
-DTensors say whether they are sharded. PyTorch leaves their draws on the CPU to each rank's own generator, so
-`install_for_dtensors` puts an object in the place where PyTorch has one for accelerators. Local tensors do not say
-what they are part of: a module that draws for one is named by `draw_per_rank`.
+A DTensor knows whether it is sharded. PyTorch leaves its draws on the CPU to each rank's own generator, so
+`install_for_dtensors` puts an object in the place where PyTorch has one for accelerators. A local tensor does not know
+of which tensor it is a shard: the user names a module that draws for local shards by `draw_per_rank`.
 """
 
 from __future__ import annotations

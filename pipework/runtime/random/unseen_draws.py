@@ -35,7 +35,7 @@ class Hold:
     """
 
     def __init__(self, generator: DeviceGenerator, stream: RandomStream, *, locked: bool = True) -> None:
-        generator.check()
+        generator.get()  # raises its error here, before any worker begins
         self._generator = generator
         self._stream = stream
         self._locked = locked

@@ -36,6 +36,8 @@ def test_what_is_not_deferred() -> None:
     with torch._C.DisableTorchFunctionSubclass():
         assert with_detached_graph(torch.mm, (x, weight), {"out": torch.empty(4, 2)}) is None
         assert with_detached_graph(torch.addmm, (bias, x, x.t()), {}) is None, "a bias alone does not pay"
-        assert with_detached_graph(F.embedding, (torch.tensor([0]), weight), {"sparse": True}) is None
+        for options, is_deferred in (({}, True), ({"sparse": True}, False), ({"max_norm": 1.0}, False)):
+            operation = with_detached_graph(F.embedding, (torch.tensor([0]), weight), options)
+            assert (operation is not None) == is_deferred
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             assert with_detached_graph(torch.mm, (x, weight), {}) is None, "the user's hook would unpack twice"

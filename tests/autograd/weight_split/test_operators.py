@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipework.autograd.weight_split.detached_graph import with_detached_graph
-from pipework.autograd.weight_split.store import WeightGradientAlias, WeightGradientStore
 from tests.autograd.weight_split.harness import Layer, check
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -186,10 +184,3 @@ WHOLE: dict[str, tuple[Layer, tuple[int, ...]]] = {
 def test_what_is_not_put_off(how: str, grad: bool, dtype: torch.dtype) -> None:
     layer, shape = WHOLE[how]
     check(layer, [of(shape, dtype)], three(lambda: of((5, 4), dtype, grad)), waits=False)
-
-
-def test_a_sparse_gradient_is_not_put_off() -> None:
-    weight = WeightGradientAlias.of(torch.zeros(2, 2), WeightGradientStore({}), True)
-    for options, is_put_off in (({}, True), ({"sparse": True}, False), ({"max_norm": 1.0}, False)):
-        operation = with_detached_graph(F.embedding, (torch.tensor([1]), weight), options)
-        assert (operation is not None) == is_put_off

@@ -68,7 +68,7 @@ def test_a_device_without_default_generators_is_moved_through_its_state(monkeypa
 def test_a_device_whose_generator_cannot_be_moved_is_refused_when_layers_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = without_generators(monkeypatch, manual_seed=lambda seed: None)
     with pytest.raises(RuntimeError, match=r"torch.example has neither default_generators nor get_rng_state"):
-        generator.check()
+        generator.get()
     assert generator.drawn(RandomStream(Key()), lambda: 5) == 5  # in evaluation nothing is moved
 
 

@@ -102,8 +102,3 @@ def test_a_weight_on_a_device_gives_the_bits_of_a_number(dtype: torch.dtype) -> 
             results.append([part.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.nan_to_num(0.0)])
         assert all(torch.equal(actual, expected) for actual, expected in zip(*results, strict=True))
         assert part.dtype is dtype
-
-
-def test_what_is_not_known_yet_counts() -> None:
-    assert InnerLoss(mean, mean_weights(torch.tensor([0, 1])), micro_batches=2).counted == {0, 1}
-    assert all(weight.isnan() for weight in mean_weights(torch.tensor([0, 0])))

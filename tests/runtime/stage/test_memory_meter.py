@@ -48,18 +48,6 @@ def test_the_users_own_hooks_are_still_called() -> None:
     assert torch.equal(x.grad, x * 4)
 
 
-def test_a_slice_of_the_callers_batch_counts_its_own_rows() -> None:
-    weight = torch.ones(8, 8, requires_grad=True)
-    first, second = torch.ones(6, 8).tensor_split([2])
-    meter = MemoryMeter([weight])
-    with meter.measuring(0, 0, [first]):
-        kept = first @ weight
-    assert peak(meter) == first.nbytes
-    with meter.measuring(1, 0, [second]):
-        kept = (kept, second @ weight)
-    assert peak(meter) == first.nbytes + second.nbytes
-
-
 def test_an_input_that_no_graph_saves_is_held_all_the_same() -> None:
     x, skip = torch.ones(4, 8, requires_grad=True), torch.ones(4, 2, requires_grad=True)
     meter = MemoryMeter([])

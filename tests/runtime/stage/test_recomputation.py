@@ -2,7 +2,6 @@
 
 import copy
 import random
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -14,10 +13,6 @@ from pipework.runtime.stage.recomputation import (
     MINI_BATCHES,
     MutableBuffers,
     RecomputeCheck,
-    checkpointing,
-    is_checkpointing,
-    is_recomputing,
-    recomputing,
 )
 
 
@@ -247,21 +242,3 @@ def test_only_the_first_micro_batch_of_some_mini_batches_is_kept() -> None:
 
 
 # Phases
-
-
-def phases() -> tuple[bool, bool]:
-    return is_checkpointing(), is_recomputing()
-
-
-def test_each_phase_is_seen_inside_and_only_on_its_thread() -> None:
-    elsewhere: list[tuple[bool, bool]] = []
-    assert phases() == (False, False)
-    with checkpointing():
-        assert phases() == (True, False)
-        thread = threading.Thread(target=lambda: elsewhere.append(phases()))
-        thread.start()
-        thread.join()
-    with recomputing():
-        assert phases() == (False, True)
-    assert phases() == (False, False)
-    assert elsewhere == [(False, False)]
