@@ -45,16 +45,13 @@ def note_returned(error: BaseException, value: Any, giver: str | None, taker: st
     """
     if giver is None or isinstance(value, Tensor) or not isinstance(error, TypeError | AttributeError):
         return
-    if value is None:
-        shown, advice = "None", "Its forward may lack a return"
-    else:
-        try:
-            shown = nested.describe(nested.flatten(value)[1])
-        except TypeError:  # it has a tensor with a gradient within an object
-            shown = type(value).__name__
-        tuples = "A tuple becomes the arguments of the next layer, or its only one: w"
-        advice = f"{tuples if isinstance(value, tuple) else 'W'}rap {giver} in a module that returns what is wanted"
-        advice += ", such as its first item" if isinstance(value, tuple | list) else ""
+    try:
+        shown = "None" if value is None else nested.describe(nested.flatten(value)[1])
+    except TypeError:  # it has a tensor with a gradient within an object
+        shown = type(value).__name__
+    advice = "Its forward may lack a return"
+    if value is not None:
+        advice = f"Wrap {giver} in a module that returns what is wanted, such as the first item of a tuple"
     add_note(error, f"{giver} returned {shown}, which {taker} was given. {advice}")
 
 

@@ -1,16 +1,13 @@
 """Generators of devices, which several workers, pipes and threads move at once."""
 
 import copy
-import threading
 import types
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pipework import Pipe
-from pipework.runtime.random import streams
 from pipework.runtime.random.kernels import DeviceGenerator, device_generator
 from pipework.runtime.random.streams import Key, RandomStream, mix
 from pipework.testing import draw_key, reference_backward
@@ -74,51 +71,6 @@ def test_a_device_whose_generator_cannot_be_moved_is_refused_when_layers_draw(mo
 
 def test_a_device_has_one_generator() -> None:
     assert device_generator(torch.device("cpu")) is device_generator(torch.device("cpu"))
-
-
-class Recomputed(nn.Sequential):
-    """A layer with a checkpoint of its own, which is computed again within the stage's backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_pipes_of_one_device_are_called_from_two_threads(
-    kind: str, stages: int, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device, key = device_of(kind), 12345
-    monkeypatch.setattr(streams, "draw_key", lambda: key)
-    plain = blocks().to(device)
-    plain = nn.Sequential(*(Recomputed(*block) for block in plain[:4]), plain[4])
-    x = torch.randn(16, WIDTH, device=device)
-    reference = reference_backward(plain, x, torch.sum, 4, key)
-    balance = {1: [5], 2: [2, 3]}[stages]
-    pipes = [Pipe(copy.deepcopy(plain), 4, mode, balance=balance, devices=[device] * stages) for _ in range(2)]
-    before = device_generator(device).get() if kind != "cpu" else torch.get_rng_state()
-    wrong: list[int] = []
-
-    def steps(pipe: Pipe) -> None:
-        for step in range(6):
-            pipe.zero_grad()
-            output = pipe(x)
-            output.sum().backward()
-            gradients = zip(plain.parameters(), pipe.parameters(), strict=True)
-            equal = torch.equal(output, reference.output) and all(torch.equal(a.grad, b.grad) for a, b in gradients)
-            wrong.extend([] if equal else [step])
-
-    threads = [threading.Thread(target=steps, args=(pipe,)) for pipe in pipes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert wrong == []
-    if kind != "cpu":
-        assert device_generator(device).get() == before
-    else:
-        assert torch.equal(torch.get_rng_state(), before)
 
 
 class _Noisy(torch.autograd.Function):

@@ -41,7 +41,7 @@ def pipe_of(*layers: nn.Module, schedule: str = "1f1b", checkpoint: str = "excep
     )
 
 
-LSTM = r"layer '{}' \(LSTM\) returned \(tensor, \(tensor, tensor\)\), which {} was given. A tuple .*its first item"
+LSTM = r"layer '{}' \(LSTM\) returned \(tensor, \(tensor, tensor\)\), which {} was given. .* first item of a tuple"
 NOTHING = r"layer '{}' \(Nothing\) returned None, which {} was given. Its forward may lack a return"
 WRAPPED = r"layer '{}' \(Wrapped\) returned {{'?x'?: tensor}}, which {} was given. Wrap layer '{}' \(Wrapped\) in a mod"
 
