@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -140,9 +139,7 @@ def restore(
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
     refuse_foreign(optimizer, names)
-    kind, saved = type(_inner(optimizer)).__name__, _Saved(set(), {}, {}, {})
-    for file, value, read in parts:
-        saved.add(file, value, JsonCodec(get=read))
+    kind, saved = type(_inner(optimizer)).__name__, _Saved(parts)
     if saved.kinds - {kind}:
         raise UnfitError(
             f"the checkpoint has the state of {' and '.join(sorted(saved.kinds))}, and the optimizer is "
@@ -168,49 +165,53 @@ def restore(
         groups.append({**group, **saved.options(number, members)})
         for index, name in zip(group["params"], members, strict=True):
             if name in saved.state:
-                remembered = saved.state[name]()
+                remembered = saved.state[name].decoded()
                 state[index] = {each: _laid_out(value, parameters[index]) for each, value in remembered.items()}
     return Restored(optimizer, {**present, "state": state, "param_groups": groups})
 
 
-class _Saved(NamedTuple):
-    """The state of all stages: classes of the optimizer, options by group, and group and state by parameter.
+class _Part(NamedTuple):
+    """An encoded part of a file, which is decoded when it is needed: it may name tensors, which are read then."""
 
-    A group's options are its encoded options and a function that decodes them. A parameter's state is such a function.
-    """
+    file: str
+    form: Any
+    codec: JsonCodec
 
-    kinds: set[str]
-    groups: dict[int, list[tuple[Any, Callable[[], dict[str, Any]]]]]
-    group: dict[str, int]
-    state: dict[str, Callable[[], dict[str, Any]]]
+    def decoded(self) -> dict[str, Any]:
+        """The part as it was saved."""
+        with parsing(self.file):
+            return dict(self.codec.decode(self.form))
 
-    def add(self, file: str, value: Any, codec: JsonCodec) -> None:
-        """Adds the state of a stage."""
 
-        def decoded(form: Any) -> dict[str, Any]:
+class _Saved:
+    """The state of all stages: classes of the optimizer, options by group, and group and state by parameter."""
+
+    def __init__(self, parts: Iterable[tuple[str, Any, Callable[[str], Tensor]]]) -> None:
+        self.kinds: set[str] = set()
+        self.groups: dict[int, list[_Part]] = {}
+        self.group: dict[str, int] = {}
+        self.state: dict[str, _Part] = {}
+        for file, value, read in parts:
+            codec = JsonCodec(get=read)
             with parsing(file):
-                return dict(codec.decode(form))
-
-        with parsing(file):
-            self.kinds.add(str(value["optimizer"]))
-            for number, each in enumerate(value["groups"]):
-                options = each["options"]
-                self.groups.setdefault(number, []).append((options, partial(decoded, options)))
-                for name in each["parameters"]:
-                    self.group.setdefault(plain_name(name), number)
-            for name, remembered in value["state"].items():
-                self.state.setdefault(plain_name(name), partial(decoded, remembered))
+                self.kinds.add(str(value["optimizer"]))
+                for number, each in enumerate(value["groups"]):
+                    self.groups.setdefault(number, []).append(_Part(file, each["options"], codec))
+                    for name in each["parameters"]:
+                        self.group.setdefault(plain_name(name), number)
+                for name, remembered in value["state"].items():
+                    self.state.setdefault(plain_name(name), _Part(file, remembered, codec))
 
     def options(self, number: int, members: list[str]) -> dict[str, Any]:
         """The options of a group of these parameters, such as its learning rate."""
         numbers = sorted({self.group[name] for name in members}) or [number]
         found = [self.groups[each][0] for each in numbers if each in self.groups]
-        if any(form != found[0][0] for form, _ in found):
+        if any(part.form != found[0].form for part in found):
             raise UnfitError(
                 f"group {number} of the optimizer has parameters of the groups {numbers} of the checkpoint, whose "
                 "options differ: make the groups as they were. Nothing was changed"
             )
-        return found[0][1]() if found else {}
+        return found[0].decoded() if found else {}
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
