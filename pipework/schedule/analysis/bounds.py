@@ -45,10 +45,11 @@ def lower_bounds(
 
     Consider the stages of one worker, of which l is the lowest and h the highest, and m micro-batches. The first
     forward is of l; it starts no earlier than the fastest micro-batch arrives there. The first backward and the last
-    forward are of h. So the first window is at least as long as a micro-batch takes from l to the loss and back to h,
-    and the last window as it takes from h to the loss and back to the end of the pipe. Memory limits the work in
-    the first window, because all its forwards are held at its end, and the work in the last window, because it was all
-    held at its beginning. The rest of each window is idle time, in addition to the work on m micro-batches:
+    forward are of h. So the first window is at least the time of a micro-batch from l to the loss and back to h. The
+    last window is at least its time from h to the loss and back to the end of the pipe. Memory limits the work in both
+    windows: at the end of the first one the worker holds all micro-batches whose forwards ran in it, and at the
+    beginning of the last one all micro-batches whose backwards will run in it. The rest of each window is idle time, in
+    addition to the work on m micro-batches:
 
     * makespan >= arrival at l + work + idle time of both windows. If memory holds everything, the windows may overlap,
       and only the longer idle time counts.
@@ -119,7 +120,7 @@ class _Item(NamedTuple):
 
 
 class _Pipe:
-    """Times, memory and the fastest way of a micro-batch to the loss and back, for each stage."""
+    """For each stage: times, memory, and when the fastest micro-batch comes by on its way to the loss and back."""
 
     def __init__(
         self, placement: Sequence[int], micro_batches: int, costs: StageCosts, repeats: Sequence[int], *, split: bool

@@ -116,8 +116,6 @@ def compare(
         ['v-half', 'v-min']
         >>> found.others["gpipe"]
         'worker 0 holds 8, more than its limit of 3'
-        >>> found
-        Comparison(workers=4, chunks=8: 2 schedules fit, 'v-half' the fastest; 11 do not)
     """
     positive_integers(workers=workers, chunks=chunks)
     if stages_per_worker is not None:

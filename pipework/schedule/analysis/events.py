@@ -34,8 +34,8 @@ class Product:
 
     Attributes:
         name: its name, without the micro-batch.
-        ends: when it is made, for each micro-batch.
-        waiting: the workers that wait for it, by micro-batch.
+        ends: when the product is made, for each micro-batch.
+        waiting: the workers that wait for the product, by micro-batch.
     """
 
     __slots__ = ("ends", "name", "waiting")
@@ -50,7 +50,7 @@ class Needed(NamedTuple):
     """A product that an action needs.
 
     Attributes:
-        ends: when it is made.
+        ends: when the product is made, for each micro-batch.
         delay: the time of its transfer.
         product: the product.
     """
@@ -90,7 +90,7 @@ class Table:
         self.arrivals: list[Product] = []
         self.transfers: dict[tuple[str, int, int], tuple[WorkerRoute, bool]] = {}
         arriving = self._arriving()
-        # A kind without steps is no computation.
+        # Transfers and reductions have no steps here.
         self.steps: dict[str, list[Computation] | None] = dict.fromkeys(schedule.kinds)
         for kind in KINDS:
             self.steps[kind] = [self._step(kind, stage, arriving) for stage in range(schedule.stages)]
@@ -101,7 +101,7 @@ class Table:
         return [*self._made["F"], *self._made["I"], *self._again.values(), *self.arrivals, self.loss]
 
     def _recomputations(self) -> dict[int, Product]:
-        """The recomputations of each stage that has any; that of a micro-batch that has none counts as done."""
+        """The recomputations by stage. A micro-batch without a recomputation counts as recomputed."""
         found: dict[int, Product] = {}
         if "R" not in self.schedule.kinds:
             return found
@@ -166,7 +166,7 @@ class Run:
             That of a ``SEND`` or ``RECV`` is of the transfer, and NaN if it never took place.
         ends: the end of each of them.
         deadlocks: the workers that wait forever.
-        last_forward: the forward that ends last; only looked for if the loss is outside.
+        last_forward: the forward that ends last, if the loss is outside.
     """
 
     starts: Sequence[array[float]]
@@ -181,9 +181,10 @@ class Run:
         """The last thing that an action waited for.
 
         Returns:
-            None for the computation before it in the order. Otherwise the name of a product (``I`` also for a ``B``), a
-            ``RECV``, or a reduction. For a transfer: one of its own two sides, which stands for the computation before
-            that side; or the ``SEND`` of the transfer before it.
+            None if that is the computation before the action in the order of its worker. Otherwise the name of a
+            product (``1I0`` also for the product of ``1B0``), a ``RECV``, or a reduction. A transfer waits for one of
+            its two sides, the ``SEND`` or the ``RECV``, which is posted after the computation before it; or for the
+            ``SEND`` of the transfer before it.
         """
         kind, stage, micro_batch, peer = action
         if peer >= 0:

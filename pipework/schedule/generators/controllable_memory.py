@@ -25,9 +25,9 @@ def v_half(workers: int, micro_batches: int, *, costs: Costs | None = None) -> S
 
     All micro-batches follow one pattern, at a distance that keeps all workers busy. Forwards of first stages and
     backwards of second stages take two units from worker to worker, the others one. So the first workers hold the
-    activations of their first stage for long and those of their second briefly, the last ones both for a medium time,
-    and all need the same memory. Input halves may run earlier than in the pattern, forwards may not; weight halves fill
-    the gaps.
+    activations of their first stage for long and those of their second briefly, the last ones hold both for a medium
+    time, and all need the same memory. Input halves may run earlier than in the pattern, forwards may not; weight
+    halves fill the gaps.
 
     Of p workers and m micro-batches, with F, I and W the time of a forward and the halves of a backward of a worker's
     whole share: where F = I = W and m is large enough, the bubble is (3p - 7)F/2 for even p from 4 on and (3p - 4)F/2
