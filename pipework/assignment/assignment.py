@@ -148,7 +148,7 @@ def assign(
         placement = spec.placement(*_workers_and_stages(module, schedule, spec, counts, places, machine))
         assignment = _placed(module, schedule, placement, counts, places, machine)
         if counts is None and places is None:
-            log_choice(assignment.partitioning, machine)
+            log_choice(assignment.partitioning)
     if isinstance(schedule, ScheduleSpec) and assignment.workers:
         Program.of(assignment.schedule(chunks))
     return assignment

@@ -100,7 +100,7 @@ def choose_partitioning(
             raise too_few_devices(len(places), len(counts))
         chosen = Partitioning(tuple(counts), tuple(places[: len(counts)]))
         if balance is None and devices is None:
-            log_choice(chosen, machine)
+            log_choice(chosen)
     _check_placement(layers, chosen, machine)
     return chosen
 
@@ -228,13 +228,8 @@ def _check_placement(layers: list[nn.Module], chosen: Partitioning, machine: Mac
                 )
 
 
-def log_choice(chosen: Partitioning, machine: Machine) -> None:
+def log_choice(chosen: Partitioning) -> None:
     """Logs the choice, and how to choose differently, in one line at level INFO."""
-    if not machine.accelerators:
-        advice = "no accelerator is available; choose with balance= and devices="
-    elif len(machine.accelerators) == 1:
-        advice = "it is the only accelerator; for more partitions make more visible or give devices=['cpu', 'cpu']"
-    else:
-        advice = "choose with balance= and devices="
     where = [str(device) for device in chosen.devices]
-    logging.getLogger("pipework").info("balance %s on %s: %s", list(chosen.balance), where, advice)
+    text = "balance %s on %s: the accelerators that are visible, or else CPU workers; choose with balance= and devices="
+    logging.getLogger("pipework").info(text, list(chosen.balance), where)

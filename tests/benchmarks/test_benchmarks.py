@@ -10,8 +10,6 @@ import torch
 from benchmarks import harness
 from benchmarks.memory import v_half
 from benchmarks.memory.live import CALLER, ON_ITS_WAY, LiveStorages
-from benchmarks.unet import UNet
-from pipework import skip
 from tests.programs import RunPython
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,17 +112,9 @@ def test_candidates_take_turns_and_another_one_comes_first_in_each_round() -> No
     assert seconds == {"a": [3.0, 6.0, 7.0], "b": [4.0, 5.0, 8.0]}
 
 
-def test_line_fit_finds_the_line() -> None:
-    fixed, slope = harness.line_fit([1.0, 2.0, 5.0], [5.0, 7.0, 13.0])
-    assert fixed == pytest.approx(3.0)
-    assert slope == pytest.approx(2.0)
-
-
-def test_ratio_is_the_median_of_the_rounds() -> None:
+def test_lines_ratios_and_verdicts() -> None:
+    assert harness.line_fit([1.0, 2.0, 5.0], [5.0, 7.0, 13.0]) == pytest.approx((3.0, 2.0))
     assert harness.median_ratio([2.0, 30.0, 6.0], [1.0, 10.0, 1.0]) == 3.0
-
-
-def test_verdict_compares_with_the_target() -> None:
     assert harness.Verdict("x", 1.04, 1.05, "x").reached
     assert str(harness.Verdict("overhead", 9.0, 8.0, "us")) == "MISSED: overhead: 9 us, to reach at most 8 us"
 
@@ -171,9 +161,3 @@ def test_a_copy_is_the_receivers_from_the_moment_on_in_which_it_is_taken() -> No
     del copy
     assert storages.events[-1][0] == -1
     assert storages.events[-1][1].owner == 1
-
-
-def test_both_norms_of_the_u_net_keep_the_shape() -> None:
-    for norm in ("batch", "group"):
-        model = UNet(levels=2, width=4, norm=norm).build(skip)
-        assert model(torch.randn(2, 3, 8, 8)).shape == (2, 3, 8, 8)

@@ -8,7 +8,7 @@ from torch import nn
 
 import pipework.compat.torchgpipe
 from benchmarks.migration_speed.run import MODES, Line, check, verdicts_of
-from benchmarks.migration_speed.scripts import LIBRARIES, Library, Script, Task, rewritten, running, unpipelined
+from benchmarks.migration_speed.scripts import LIBRARIES, Script, Task, rewritten, running, unpipelined
 
 
 def model(_: object) -> nn.Sequential:
@@ -42,13 +42,6 @@ def test_who_computes_other_gradients_is_an_error(scripts: dict[Line, Script], t
     scripts[Line("never", "wrong")] = Script(plain, lambda: plain(task.batch[0]).sum().backward())
     with pytest.raises(AssertionError, match="other gradients: wrong, adapter, 'never'"):
         check(scripts)
-
-
-def test_a_library_that_is_not_there_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    first = LIBRARIES[0]
-    missing = Library("old", "1", "no_such_package", first.adapter, first.pipe_class, first.skips, first.script)
-    assert missing.original() is None
-    assert "pip install --no-deps old==1" in capsys.readouterr().out
 
 
 def test_an_adapter_is_held_against_its_original_and_else_against_one_core() -> None:

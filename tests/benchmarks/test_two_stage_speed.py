@@ -14,11 +14,6 @@ def test_ideal_is_a_share_of_the_one_core_time(schedule: str, ideal: float) -> N
     assert Task().ideal(schedule) == pytest.approx(ideal)
 
 
-def test_blocks_are_spread_over_the_stages() -> None:
-    assert Task().balance("1f1b") == [4, 4]
-    assert Task().balance("interleaved-1f1b") == [2, 2, 2, 2]
-
-
 def test_who_computes_other_gradients_is_an_error() -> None:
     task = Task(blocks=2, width=8, tokens=2, rows=1, chunks=2)
     model = task.model()

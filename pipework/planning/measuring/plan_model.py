@@ -56,8 +56,7 @@ _TIMEOUT = 0.2
 _NAMED, _WITHIN = 5, 1.15
 # Of the budget, for the first search and for those that follow if the stages that it found do not fit.
 _SHARES = 0.6, 0.25, 0.15
-# All plans have two turns, and two more those that are about as fast as the best: twelve steps tell 4 % apart at most.
-_TURNS, _TURNS_OF_ALL, _CLOSE = 4, 2, 1.06
+_TURNS = 3
 # The first step of a turn allocates, and chooses kernels; the second one has been 6 to 13 % slower than those after it.
 _WARM_UP = 3
 _LEAST_STEPS = 2  # of a turn, that are recorded
@@ -250,7 +249,7 @@ class _Tried:
 
     @property
     def median(self) -> float:
-        return median(self.seconds) if self.seconds else inf
+        return median(self.seconds)
 
 
 def by_speed(
@@ -258,7 +257,7 @@ def by_speed(
 ) -> list[tuple[Plan, Costs | None]]:
     """The plans with the fastest steps first, and what their actions take.
 
-    Plans take turns, so that what else runs on the machine slows all of them down. The fastest have more of them.
+    Plans take turns, so that what else runs on the machine slows all of them down.
 
     Args:
         plans: for this machine; the first one is preferred if others are not clearly faster.
@@ -275,11 +274,8 @@ def by_speed(
         return [(plans[0], None)]  # the caller computes the loss, and this does not know how
     tried = [_Tried(plan) for plan in plans]
     report(f"steps of {counted(len(plans), 'plan')} are tried")
-    for turn in range(_TURNS):
-        best = min((each.median for each in tried), default=inf)
+    for _ in range(_TURNS):
         for each in list(tried):
-            if turn >= _TURNS_OF_ALL and each.median > _CLOSE * best:
-                continue
             try:
                 seconds, each.costs = run_steps(each.plan, module, batch, timeout * len(each.plan.balance) / _TURNS)
                 each.seconds += seconds
