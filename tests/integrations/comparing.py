@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework.integrations import adapter_for
+from pipework.model.parts.cut import Cuttable
 
 Batch = Mapping[str, Any]
 
@@ -104,3 +105,8 @@ def differences(model: nn.Module, reference: nn.Module) -> Differences:
 def joined(outputs: Sequence[Any]) -> Any:
     """Logits of micro-batches as those of a mini-batch."""
     return torch.cat([output.logits for output in outputs])
+
+
+def units_of(model: nn.Module, sample: Batch) -> int:
+    """How many groups of units a model has."""
+    return len(Cuttable(model, sample, blocks=None, adapter=adapter_for(model)).groups)

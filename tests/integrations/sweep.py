@@ -1,25 +1,22 @@
 """Walks the auto classes of transformers: trains each model with a pipe, and by itself, and writes a table.
 
-    python -m tests.integrations.sweep --lines outcomes.jsonl                 # all of them; about an hour
-    python -m tests.integrations.sweep --lines outcomes.jsonl --again --tasks "causal LM" --only llama gpt2
-    python -m tests.integrations.sweep --lines outcomes.jsonl --tasks --table docs/architectures
+    python -m tests.integrations.sweep docs/architectures.csv                 # all of them; about an hour
+    python -m tests.integrations.sweep /tmp/some.csv "causal LM" "masked LM"
 
 Each model has a process of its own with a time limit. A model with several thousand labels, or one that needs more than
-a configuration, is left out, and the table says why.
+a configuration, is not built, and what is printed says why.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib
-import json
+import multiprocessing
 import os
-import signal
 import sys
-import time
 import traceback
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +32,35 @@ from tests.integrations.comparing import (
     joined,
     micro_batches,
     plain_backward,
+    units_of,
     without_cache,
     without_randomness,
 )
-from tests.integrations.outcomes import Outcome, outcomes_in, page, table
 
-INTRODUCTION = """\
-Each model of the auto classes of transformers was made with a small configuration
-(`tests/integrations/shrinking.py`) and random values, and trained for one step: with a pipe of two stages and four
-micro-batches, and by itself, micro-batch by micro-batch, without dropout. Losses, all gradients, and the logits of an
-evaluation were compared bit for bit. A second step with dropout compares two cuts.
-
-{download}`architectures.csv` has the result of each model. `python -m tests.integrations.sweep` writes both."""
 CLOSE = 1e-4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one model.
+
+    Attributes:
+        task: of `TASKS`.
+        model_type: as transformers calls it.
+        model: its class.
+        result: "exact" (bit for bit), "last bits" (some gradients are summed in another order), "random" (the model
+            draws random numbers itself), "refused" by `attach`, "not built" (the model itself does not train with a
+            small configuration), "differs", or "failed" (an error that is no refusal).
+        note: what differs, or why it was not trained.
+        dropout: the same of a step with the default probabilities: whether two cuts give equal results.
+    """
+
+    task: str
+    model_type: str
+    model: str
+    result: str
+    note: str = ""
+    dropout: str = ""
 
 
 def halves(count: int) -> list[int]:
@@ -153,14 +166,6 @@ def with_dropout(
     return f"differs: loss {float(losses[0] - losses[1]):.0e}, {len(found.names)} gradients, {found.worst:.0e}"
 
 
-def units_of(model: nn.Module, sample: dict[str, Tensor]) -> int:
-    """How many groups of units a model has."""
-    from pipework.integrations import adapter_for
-    from pipework.model.parts.cut import Cuttable
-
-    return len(Cuttable(model, sample, blocks=None, adapter=adapter_for(model)).groups)
-
-
 def imported_once() -> None:
     """Imports what every process would import for itself."""
     for name in ("torch._dynamo", "transformers.models.llama.modeling_llama", "pipework.integrations.transformers"):
@@ -169,82 +174,49 @@ def imported_once() -> None:
 
 def in_process(task: str, model_type: str, name: str, limit: int) -> Outcome:
     """`compared` in a process of its own, which ends at a limit in seconds."""
-    reads, writes = os.pipe()
-    began = time.perf_counter()
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
+    context = multiprocessing.get_context("fork")
+    receives, sends = context.Pipe(duplex=False)
+
+    def run() -> None:
         try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(limit)
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), 2)
-                os.dup2(nowhere.fileno(), 1)
-            try:
-                outcome = compared(task, model_type, name)
-            except BaseException as error:
-                where = traceback.extract_tb(error.__traceback__)[-1]
-                outcome = Outcome(
-                    task, model_type, name, "failed", f"{said(error)} ({Path(where.filename).name}:{where.lineno})"
-                )
-            os.write(writes, outcome.line.encode())
-        finally:
-            os._exit(0)
-    os.close(writes)
-    with open(reads, "rb") as file:
-        text = file.read()
-    os.waitpid(child, 0)
-    seconds = round(time.perf_counter() - began, 1)
-    if not text:
-        return Outcome(task, model_type, name, "not built", f"no result within {limit} s", seconds=seconds)
-    return Outcome(**{**json.loads(text), "seconds": seconds})
+            outcome = compared(task, model_type, name)
+        except BaseException as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            note = f"{said(error)} ({Path(where.filename).name}:{where.lineno})"
+            outcome = Outcome(task, model_type, name, "failed", note)
+        sends.send(outcome)
 
-
-def made() -> str:
-    """With which versions."""
-    import pipework
-
-    return (
-        f"Made with transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]} and "
-        f"pipework {pipework.__version__}."
-    )
+    process = context.Process(target=run)
+    process.start()
+    sends.close()
+    try:
+        if receives.poll(limit):
+            return receives.recv()
+    except EOFError:  # it crashed
+        pass
+    finally:
+        process.kill()
+        process.join()
+    return Outcome(task, model_type, name, "not built", f"no result within {limit} s")
 
 
 def main() -> None:
     """Runs the sweep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="*", default=list(TASKS), help="of the auto classes; none: a table alone")
-    parser.add_argument("--only", nargs="*", help="model types or classes")
-    parser.add_argument("--limit", type=int, default=90, help="seconds for each model")
-    parser.add_argument("--lines", type=Path, help="outcomes are added here; models that are in it are left out")
-    parser.add_argument("--again", action="store_true", help="models that are in it are run again")
-    parser.add_argument("--table", type=Path, help="where to write the page (.md) and the table (.csv) of all outcomes")
-    arguments = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
     warnings.simplefilter("ignore", PipeWarning)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     imported_once()
-    lines = arguments.lines
-    outcomes = outcomes_in([lines]) if lines is not None and lines.exists() else []
-    done = set() if arguments.again else {(each.task, each.model_type, each.model) for each in outcomes}
-    for task in arguments.tasks:
+    lines = ["architecture,task,result"]
+    for task in sys.argv[2:] or TASKS:
+        names = [name for _, name in classes(task)]
         for model_type, name in classes(task):
-            if (arguments.only and not {model_type, name} & {*arguments.only}) or (task, model_type, name) in done:
-                continue
-            outcome = in_process(task, model_type, name, arguments.limit)
-            outcomes.append(outcome)
-            print(outcome.line, flush=True)
-            if lines is not None:
-                with lines.open("a") as file:
-                    file.write(outcome.line + "\n")
-    if arguments.table:
-        order = {(task, *each): number for task in TASKS for number, each in enumerate(classes(task))}
-        last = {(each.task, each.model_type, each.model): each for each in outcomes}
-        found = [last[key] for key in order if key in last]
-        arguments.table.with_suffix(".md").write_text(page(found, made(), INTRODUCTION))
-        arguments.table.with_suffix(".csv").write_text(table(found))
+            outcome = in_process(task, model_type, name, limit=90)
+            print(outcome, flush=True)
+            which = f" ({model_type})" if names.count(name) > 1 else ""
+            lines.append(f"{name}{which},{task.replace(',', '')},{outcome.result}")
+    Path(sys.argv[1]).write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_a_loop_and_what_it_saves(tmp_path: Path, accelerator: Callable[..., Any
         assert losses == expected[3:] if has_pipe else losses == pytest.approx(expected[3:], rel=1e-5)
 
 
-def test_evaluation(accelerator: Callable[..., Any]) -> None:
+def test_evaluation_and_mixed_precision(accelerator: Callable[..., Any]) -> None:
     accelerate = accelerator()
     model, _, batches = prepared(accelerate)
     model.eval()
@@ -76,8 +76,6 @@ def test_evaluation(accelerator: Callable[..., Any]) -> None:
         logits = torch.cat([accelerate.gather_for_metrics(model(**each).logits) for each in batches])
         torch.testing.assert_close(logits, llama().eval()(**batch(9)).logits)
 
-
-def test_mixed_precision(accelerator: Callable[..., Any]) -> None:
     accelerate = accelerator(mixed_precision="bf16")
     objects = prepared(accelerate)
     reference = with_pipe(llama()).train()
@@ -85,8 +83,7 @@ def test_mixed_precision(accelerator: Callable[..., Any]) -> None:
         expected = [reference(**each).loss.item() for each in loader(4)]
     assert epoch(accelerate, *objects)[:1] == expected
     unwrapped = accelerate.unwrap_model(objects[0], keep_fp32_wrapper=False)
-    again = [unwrapped(**each).loss for each in loader(4)]
-    assert again[0].dtype == torch.float32
+    assert unwrapped(**batch(4)).loss.dtype == torch.float32
 
 
 def test_a_pipe_is_attached_before_prepare(accelerator: Callable[..., Any]) -> None:

@@ -36,11 +36,13 @@ def adapted(**options: Any) -> Any:
     return without_randomness(model).train()
 
 
+SAMPLE = {name: value[:2] for name, value in text().items()}
+
+
 def pair(**options: Any) -> tuple[Any, Any, Pipe]:
     model = adapted(**options)
     plain = copy.deepcopy(model)
-    sample = {name: value[:2] for name, value in text().items()}
-    return model, plain, attach(model, sample, chunks=4, balance=[3, 4], devices=["cpu"] * 2)
+    return model, plain, attach(model, SAMPLE, chunks=4, balance=[3, 4], devices=["cpu"] * 2)
 
 
 def step(model: Any, plain: Any) -> None:
@@ -84,9 +86,10 @@ def test_several_adapters(options: dict[str, Any], tmp_path: Path) -> None:
 
 def test_an_adapter_that_is_added_after_the_pipe() -> None:
     model, plain, _ = pair()
+    config = peft.LoraConfig(r=3, target_modules=["k_proj"], init_lora_weights=False)
     for each in (model, plain):
         torch.manual_seed(3)
-        each.add_adapter("third", peft.LoraConfig(r=3, target_modules=["k_proj"], init_lora_weights=False))
+        each.add_adapter("third", config)
         each.set_adapter("third")
     step(model, plain)
 
@@ -96,8 +99,7 @@ def test_weights_below_adapters_go_into_the_modules_that_are_trained_as_they_are
     base.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = adapted(modules_to_save=["lm_head"])
-    sample = {name: value[:2] for name, value in text().items()}
-    pipe = attach(model, sample, chunks=4, balance=[3, 4], devices=["cpu"] * 2)
+    pipe = attach(model, SAMPLE, chunks=4, balance=[3, 4], devices=["cpu"] * 2)
     assert load_pretrained(pipe, tmp_path).tensors == len(base.state_dict())
     heads = [value for name, value in pipe.state_dict().items() if ".lm_head." in name]
     assert len(heads) == 2

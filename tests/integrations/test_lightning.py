@@ -19,30 +19,19 @@ pytestmark = [
 ]
 
 
-def module_of(model: nn.Module, *, by_hand: bool = False) -> Any:
-    """With automatic optimization, or with one by hand that does the same."""
+def module_of(model: nn.Module) -> Any:
     import pytorch_lightning
 
     class Module(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model = model
-            self.automatic_optimization = not by_hand
             self.losses: list[float] = []
 
         def training_step(self, batch: Any, number: int) -> Any:
             loss = self.model(**batch).loss
             self.losses.append(loss.item())
-            self.log("loss", loss)
-            if not by_hand:
-                return loss
-            self.manual_backward(loss / 2)
-            if number > 0:
-                optimizer = self.optimizers()
-                self.clip_gradients(optimizer, 0.1, "norm")
-                optimizer.step()
-                optimizer.zero_grad()
-            return None
+            return loss
 
         def validation_step(self, batch: Any, number: int) -> None:
             self.log("validation", self.model(**batch).loss)
@@ -89,12 +78,6 @@ def test_training_validation_checkpoints_and_resuming(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.cat(resuming.predict(again, loader(6))), predicted, rtol=1e-4, atol=1e-5)
 
 
-def test_optimization_by_hand(tmp_path: Path) -> None:
-    module = module_of(with_pipe(llama()), by_hand=True)
-    trainer_of(tmp_path).fit(module, loader(9), loader(6))
-    assert module.losses == trained_by_hand(epochs=2)[0]
-
-
 def test_mixed_precision(tmp_path: Path) -> None:
     module, reference = module_of(with_pipe(llama())), with_pipe(llama()).train()
     trainer_of(tmp_path, precision="bf16-mixed", limit_train_batches=1).fit(module, loader(9), loader(6))
@@ -108,11 +91,8 @@ def test_a_pipe_as_a_part_of_a_module(tmp_path: Path) -> None:
     class Module(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            layers = nn.Sequential(nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, 3))
-            self.pipe = Pipe(
-                layers, chunks=2, schedule="1f1b", balance=[2, 1], devices=["cpu", "cpu"],
-                loss_fn=nn.functional.cross_entropy,
-            )  # fmt: skip
+            layers, loss = nn.Sequential(nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, 3)), nn.functional.cross_entropy
+            self.pipe = Pipe(layers, 2, schedule="1f1b", balance=[2, 1], devices=["cpu", "cpu"], loss_fn=loss)
             self.losses: list[float] = []
 
         def training_step(self, batch: Any, number: int) -> Any:

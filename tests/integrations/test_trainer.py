@@ -1,7 +1,7 @@
 """The `Trainer` of transformers with an attached pipe, beside one that runs each micro-batch by itself."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,14 @@ def with_adapters(model: nn.Module) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
+def same_logs(trainers: Sequence[Any], tolerance: float) -> None:
+    """Trains both to the end; what they have logged is the same."""
+    for trainer in trainers:
+        trainer.train()
+    for one, other in zip(*map(logged, trainers), strict=True):
+        assert one == pytest.approx(other, rel=tolerance)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -76,11 +84,8 @@ def test_training_is_that_of_the_micro_batches_to_the_last_bit(tmp_path: Path, o
 
 @pytest.mark.thorough
 def test_a_plain_trainer_differs_by_rounding_only(tmp_path: Path) -> None:
-    trainers = [trainer_of(tmp_path, model, gradient_accumulation_steps=2) for model in (with_pipe(llama()), llama())]
-    for trainer in trainers:
-        trainer.train()
-    for one, other in zip(*map(logged, trainers), strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
+    models = with_pipe(llama()), llama()
+    same_logs([trainer_of(tmp_path, each, gradient_accumulation_steps=2) for each in models], 1e-5)
 
 
 @pytest.mark.thorough
@@ -120,16 +125,6 @@ def test_a_checkpoint_resumes_to_the_last_bit_also_without_a_pipe(tmp_path: Path
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_without_a_pipe_goes_on_with_one_that_is_made_for_each_training(tmp_path: Path) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    plain = trainer_of(tmp_path, llama(), **saving)
-    plain.train()
-    again = trainer_of(tmp_path, None, model_init=lambda: with_pipe(llama()), **saving)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert logged(again)[-1] == pytest.approx(logged(plain)[-1], rel=1e-4)
-
-
-@pytest.mark.thorough
 def test_the_best_model_is_there_at_the_end(tmp_path: Path) -> None:
     trainer = trainer_of(
         tmp_path, with_pipe(llama()), eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
@@ -160,11 +155,8 @@ def test_a_loss_of_the_trainer_needs_a_schedule_that_goes_backward_at_the_end(
     with pytest.raises(ValueError, match=r"a loss of your own.* needs attach\(..., schedule='gpipe'\)"):
         trainer.train()
     options = {**options, "gradient_accumulation_steps": 2}
-    trainers = [trainer_of(tmp_path, each, **options) for each in (with_pipe(llama(), schedule="gpipe"), llama())]
-    for trainer in trainers:
-        trainer.train()
-    for one, other in zip(*map(logged, trainers), strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
+    models = with_pipe(llama(), schedule="gpipe"), llama()
+    same_logs([trainer_of(tmp_path, each, **options) for each in models], 1e-5)
 
 
 @pytest.mark.thorough
@@ -174,47 +166,25 @@ def test_recomputation_by_the_model_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-@pytest.mark.thorough
-def test_callbacks_see_the_model_and_may_stop(tmp_path: Path) -> None:
-    import transformers
-
-    class Stops(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            assert type(given["model"]).__name__ == "LlamaForCausalLM"
-            control.should_training_stop = state.global_step == 2
-
-    trainer = trainer_of(tmp_path, with_pipe(llama()))
-    trainer.add_callback(Stops)
-    assert trainer.train().global_step == 2
-
-
-@pytest.mark.thorough
-def test_a_stop_that_was_asked_for_saves_first(tmp_path: Path) -> None:
-    import transformers
-
-    from pipework.integrations.trainer import PipeTrainer
-
-    model = llama()
-    pipe = pipe_of(model)
-    settings = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
-    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=4, **settings)
-    trainer = PipeTrainer(pipe, model, arguments, train_dataset=rows(9))
-    trainer.remove_callback(transformers.PrinterCallback)
-    pipe.request_stop()
-    assert trainer.train().global_step == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
-
-
-def pipe_trainer_of(folder: Path, model: Any, **options: Any) -> Any:
+def pipe_trainer_of(folder: Path, model: Any, devices: Any = ("cpu", "cpu"), **options: Any) -> Any:
     """Of the same settings."""
     import transformers
 
     from pipework.integrations.trainer import PipeTrainer
 
     plain = trainer_of(folder, llama(), **options)
-    trainer = PipeTrainer(pipe_of(model), model, plain.args, train_dataset=rows(9), eval_dataset=rows(6))
+    pipe = pipe_of(model, devices=list(devices))
+    trainer = PipeTrainer(pipe, model, plain.args, train_dataset=rows(9), eval_dataset=rows(6))
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
+
+
+@pytest.mark.thorough
+def test_a_stop_that_was_asked_for_saves_first(tmp_path: Path) -> None:
+    trainer = pipe_trainer_of(tmp_path, llama())
+    trainer.pipe.request_stop()
+    assert trainer.train().global_step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
 def same_files(one: Path, other: Path) -> None:
@@ -260,30 +230,13 @@ def test_a_checkpoint_of_the_model_alone_says_so(tmp_path: Path, caplog: pytest.
 @pytest.mark.gpu
 def test_stages_on_several_devices_of_one_process(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    import transformers
-
-    from pipework.integrations.trainer import PipeTrainer
-
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
-    model = llama()
     devices = [torch.device(kind.type, number % torch.accelerator.device_count()) for number in range(2)]
-    pipe = pipe_of(model, devices=devices)
-    placed = [next(part.parameters()).device for part in pipe.partitions]
-    settings: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "learning_rate": 1e-2}
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "devices"),
-        per_device_train_batch_size=4,
-        num_train_epochs=2,
-        save_steps=2,
-        **settings,
+    trainer = pipe_trainer_of(
+        tmp_path / "devices", llama(), devices, use_cpu=False, save_strategy="steps", save_steps=2
     )
-    trainer = PipeTrainer(pipe, model, arguments, train_dataset=rows(9), eval_dataset=rows(6))
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
-    assert [next(part.parameters()).device for part in pipe.partitions] == placed == devices
-    plain = trainer_of(tmp_path / "plain", llama(), **settings)
-    plain.train()
-    for one, other in zip(*map(logged, (trainer, plain)), strict=True):
-        assert one == pytest.approx(other, rel=1e-3)
+    plain = trainer_of(tmp_path / "plain", llama(), use_cpu=False)
+    same_logs([trainer, plain], 1e-3)
+    assert [next(part.parameters()).device for part in trainer.pipe.partitions] == devices
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-3)

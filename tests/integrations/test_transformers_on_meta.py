@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -23,9 +21,7 @@ SIZES |= {"num_hidden_layers": 3, "max_position_embeddings": 32, "initializer_ra
 IDS = torch.arange(24).reshape(4, 6)
 BATCH = {"input_ids": IDS, "labels": IDS}
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "tied llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    "bert": lambda: BertForMaskedLM(BertConfig(**SIZES)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=37, n_embd=32, n_layer=3, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=1)
     ),

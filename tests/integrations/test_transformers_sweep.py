@@ -1,6 +1,5 @@
 """Models of auto classes with configurations made tiny by rule; `sweep.py` also writes a table of them."""
 
-import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -13,7 +12,11 @@ from tests.integrations.sweep import imported_once, in_process
 
 RIGHT = {"exact", "last bits", "random", "refused", "not built"}
 ALL = [(task, *each) for task in TASKS for each in classes(task)]
-SAMPLE = random.Random(0).sample(ALL, 6)
+# Their layers differ in kind: experts, windows, states, convolutions, and what a layer gets beside its input.
+SAMPLE = {
+    "Qwen3ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "MambaForCausalLM", "ModernBertForMaskedLM",
+    "DebertaV2ForSequenceClassification", "WhisperForConditionalGeneration", "ConvNextForImageClassification",
+}  # fmt: skip
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 
@@ -40,11 +43,12 @@ def test_the_page_counts_the_rows_of_the_table_and_no_model_differs() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("task", "model_type", "name"), SAMPLE)
-def test_some_models_train_exactly_or_are_refused(task: str, model_type: str, name: str) -> None:
+@pytest.mark.parametrize(("task", "model_type", "name"), [each for each in ALL if each[2] in SAMPLE])
+def test_some_models_train_exactly(task: str, model_type: str, name: str) -> None:
     imported_once()
     outcome = in_process(task, model_type, name, limit=90)
-    assert outcome.result in RIGHT, outcome
+    assert outcome.result in ("exact", "last bits"), outcome
+    assert outcome.dropout == "equal"
 
 
 @pytest.mark.slow
