@@ -265,7 +265,6 @@ def attach(
         pipe._anew = "take it off, `del model.forward`, and attach another"
     pipe._attached = AttachedModel(model, pipe, cuttable, signature, target)
     model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
-    adapter.attached(model)
     if loss_reduction == "mean":
         adapter.weighs(target, loss_weight)
     return pipe

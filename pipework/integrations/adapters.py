@@ -72,12 +72,9 @@ def save_adapters(
         embeddings: PEFT's `save_embedding_layers`.
     """
     whole = _without_values(group, state)
-
-    def choose() -> list[str]:
-        names = [_names_in_file(model, whole, adapter, embeddings) for adapter in model.peft_config]
-        return [name for each in names for name in each.values()]
-
-    chosen = run_on_all_ranks(group, "name its adapters", lambda: [] if group.rank else choose(), share=list).shared[0]
+    names = {
+        name for adapter in model.peft_config for name in _names_in_file(model, whole, adapter, embeddings).values()
+    }
 
     def join(parts: list[Path]) -> None:
         found = {**whole, **state}
@@ -87,7 +84,7 @@ def save_adapters(
         with _seen_whole(model):
             model.save_pretrained(str(folder), state_dict=found, save_embedding_layers=embeddings)
 
-    own = {name: state[name] for name in chosen if name in state}
+    own = {name: tensor for name, tensor in state.items() if name in names}
     write_in_parts(group, "its adapters", folder / _FILE, lambda part: write_tensors(part, own), join)
 
 

@@ -128,11 +128,8 @@ def save_pretrained(
         save_adapters(group, whole, pipe.state_dict(), place, save_embedding_layers)
         return
     sketch = _sketch_of(core)
-    offered = run_on_all_ranks(group, "list its tensors", lambda: _own(pipe, sketch), share=list)
-    writers: dict[str, int] = {}
-    for rank, names in enumerate(offered.shared):
-        for name in names:
-            writers.setdefault(name, rank)
+    offered = run_on_all_ranks(group, "list its tensors", lambda: _own(pipe.state_dict(), sketch), share=list)
+    writers = {name: rank for rank, names in reversed([*enumerate(offered.shared)]) for name in names}
     own = {name: tensor for name, tensor in offered.own.items() if writers[name] == group.rank}
     ready = run_on_all_ranks(group, "name tensors", lambda: _shards(sketch.as_saved(own), max_shard_size), share=len)
     first, count = sum(ready.shared[: group.rank]) + 1, sum(ready.shared)
@@ -232,10 +229,8 @@ def _files_in(folder: Path) -> list[Path]:
     raise FileNotFoundError(f"{folder} has neither {_ONE} nor {_INDEX}: give a local folder of safetensors files")
 
 
-def _own(pipe: Pipe, sketch: Sketch) -> dict[str, Tensor]:
+def _own(state: dict[str, Tensor], sketch: Sketch) -> dict[str, Tensor]:
     """The tensors of this process that are to be saved, those that are tied once."""
-    plain = _plain_names(pipe)
-    state = {plain[name]: tensor for name, tensor in pipe.state_dict().items()}
     for name, tensor in state.items():
         check_savable(name, tensor)
     return {name: tensor for name, tensor in state.items() if sketch.first_name(name) == name}

@@ -29,8 +29,6 @@ from pipework.signatures import signature_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-_CHECKPOINT = "attach(..., checkpoint='always'), 'except_last' or 'never'"
-_ENABLING = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
 _SIDE_OUTPUTS = ("output_hidden_states", "output_attentions")
 _KEPT = ("loss", "logits")  # of what a model returns
 _ITEMS = "num_items_in_batch"
@@ -83,28 +81,25 @@ class TransformersAdapter(Adapter):
         Raises:
             ValueError: the model recomputes its layers itself.
         """
-        if any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules()):
-            raise ValueError(
-                f"this {type(self._model).__name__} recomputes its layers itself, which is the task of the pipe: call "
-                f"gradient_checkpointing_disable(), and choose {_CHECKPOINT}"
-            )
+        self._refuse_recomputation()
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 output_capturing.maybe_install_capturing_hooks(module)
 
-    def attached(self, model: nn.Module) -> None:
-        """From now on, gradient checkpointing is refused where the model is asked for it."""
-        for each in {id(model): model, id(self._model): self._model}.values():
-            for name in _ENABLING:
-                if hasattr(each, name):
-                    each.__dict__[name] = functools.partial(_refuse_checkpointing, type(self._model).__name__, name)
+    def _refuse_recomputation(self) -> None:
+        if any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules()):
+            raise ValueError(
+                f"this {type(self._model).__name__} recomputes its layers itself, which is the task of the pipe: call "
+                "gradient_checkpointing_disable(), and choose attach(..., checkpoint='always') or 'except_last'"
+            )
 
     def inputs(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Without a cache, which would be a state of every part.
 
         Raises:
-            ValueError: more is asked for than the loss and the logits.
+            ValueError: more is asked for than the loss and the logits, or the model recomputes its layers itself.
         """
+        self._refuse_recomputation()
         asked = [name for name in _SIDE_OUTPUTS if keywords.get(name)]
         if asked:
             raise ValueError(
@@ -190,13 +185,6 @@ class TransformersAdapter(Adapter):
         routes = any(each.get(_ROUTERS) for each in (keywords, vars(config), vars(config.get_text_config())))
         others = {name: value for name, value in keywords.items() if name != _ITEMS}
         return {**others, _ROUTERS: False} if routes else others
-
-
-def _refuse_checkpointing(model: str, name: str, *arguments: Any, **keywords: Any) -> None:
-    """In place of `gradient_checkpointing_enable` of a model to which a pipe is attached."""
-    raise RuntimeError(
-        f"a pipe is attached to this {model}, and recomputes its stages: choose {_CHECKPOINT} in place of {name}()"
-    )
 
 
 def _takes_use_cache(forward: Callable[..., Any]) -> bool:

@@ -223,13 +223,15 @@ def test_a_loss_outside_of_the_model_under_a_schedule_that_allows_it() -> None:
 def test_gradient_checkpointing_is_refused_and_the_message_says_what_to_choose() -> None:
     model, batch = llama(), text()
     what = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # transformers 5.17
-    getattr(model, f"{what}_checkpointing_enable")()
-    with pytest.raises(ValueError, match=r"gradient_checkpointing_disable\(\), and choose attach.*checkpoint='always'"):
-        attached(model, batch)
-    getattr(model, f"{what}_checkpointing_disable")()
-    attached(model, batch)
-    with pytest.raises(RuntimeError, match=r"a pipe is attached to this LlamaForCausalLM.*checkpoint='always'"):
-        model.gradient_checkpointing_enable()
+    told = r"LlamaForCausalLM recomputes.*gradient_checkpointing_disable\(\), and choose attach.*checkpoint='always'"
+    for use in (lambda: attached(model, batch), lambda: model(**batch)):  # before the pipe is attached, and after
+        getattr(model, f"{what}_checkpointing_enable")()
+        with pytest.raises(ValueError, match=told):
+            use()
+        getattr(model, f"{what}_checkpointing_disable")()
+        if "forward" not in vars(model):
+            attached(model, batch)
+    assert model(**batch).loss.requires_grad
 
 
 @pytest.mark.thorough

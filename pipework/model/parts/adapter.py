@@ -57,9 +57,6 @@ class Adapter:
     def prepare(self, model: nn.Module) -> None:
         """Called before the model is copied."""
 
-    def attached(self, model: nn.Module) -> None:
-        """Called when a pipe has been attached to the model."""
-
     def inputs(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with which the forward is called."""
         return arguments, keywords
