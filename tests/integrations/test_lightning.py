@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import Pipe
 from tests.integrations.tiny import llama, loader, trained_by_hand, with_pipe
 
 pytestmark = [
@@ -83,32 +82,3 @@ def test_mixed_precision(tmp_path: Path) -> None:
     trainer_of(tmp_path, precision="bf16-mixed", limit_train_batches=1).fit(module, loader(9), loader(6))
     with torch.autocast("cpu", torch.bfloat16):
         assert module.losses[0] == reference(**next(iter(loader(9)))).loss.item()
-
-
-def test_a_pipe_as_a_part_of_a_module(tmp_path: Path) -> None:
-    import pytorch_lightning
-
-    class Module(pytorch_lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            layers, loss = nn.Sequential(nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, 3)), nn.functional.cross_entropy
-            self.pipe = Pipe(layers, 2, schedule="1f1b", balance=[2, 1], devices=["cpu", "cpu"], loss_fn=loss)
-            self.losses: list[float] = []
-
-        def training_step(self, batch: Any, number: int) -> Any:
-            loss = self.pipe(batch["input_ids"].float(), target=batch["labels"][:, 0] % 3)
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-    module = Module()
-    trainer = trainer_of(tmp_path, enable_checkpointing=True)
-    trainer.callbacks.clear()
-    trainer.fit(module, loader(9))
-    assert len(module.losses) == 6
-    assert module.losses[3] < module.losses[0]
-    trainer.save_checkpoint(tmp_path / "module.ckpt")
-    again = Module.load_from_checkpoint(tmp_path / "module.ckpt")
-    assert torch.equal(again.pipe[0].weight, module.pipe[0].weight)

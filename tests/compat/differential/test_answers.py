@@ -187,15 +187,6 @@ def two_forwards(pipe: Any) -> list[Any]:
     return [plain(parameter.grad) for parameter in pipe.parameters()]
 
 
-RETURNED = {
-    "a pair": lambda x: (x, 2 * x),
-    "a tuple of one": lambda x: (x,),
-    "whole numbers": lambda x: x.long(),
-    "a pair of which one is detached": lambda x: (x, x.detach()),
-    "the tensor itself twice": lambda x: (x, x),
-    "something of another size": lambda x: x.repeat(2, 1),
-}
-
 PASSED_ON = {
     "a pair": (lambda x: (x, 2 * x), lambda pair: pair[0] * pair[1]),
     "a list": (lambda x: [x, 2 * x], lambda pair: pair[0] * pair[1]),
@@ -214,37 +205,6 @@ VERIFIED = {
     "other namespaces": [(["a"], [], 1), ([], ["a"], 2)],
     "several faults": [(["a"], ["b"]), ([], ["c", "c"]), ([], ["a"])],
 }
-
-YIELDED = {
-    "as declared": (lambda stash: [stash("a", torch.ones(1))], lambda pop: [pop("a")]),
-    "None": (lambda stash: [stash("a", None)], lambda pop: [pop("a")]),
-    "an undeclared stash": (lambda stash: [stash("a", None), stash("b", None)], lambda pop: [pop("a")]),
-    "no stash": (lambda stash: [], lambda pop: [pop("a")]),
-    "an undeclared pop": (lambda stash: [stash("a", None)], lambda pop: [pop("b")]),
-    "no pop": (lambda stash: [stash("a", None)], lambda pop: []),
-    "a number": (lambda stash: [5], lambda pop: [pop("a")]),
-}
-
-
-def yielding(library: Any, what: str, inside: bool) -> Any:
-    """Two skippable layers, in a pipe or by themselves."""
-    skip = library.module("skip")
-    stashes, pops = YIELDED[what]
-
-    class Stash(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            yield from stashes(skip.stash)
-            return x
-
-    class Pop(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            popped = []
-            for command in pops(skip.pop):
-                popped.append((yield command))
-            return x if popped[0] is None else x + popped[0]
-
-    module = nn.Sequential(skip.skippable(stash=["a"])(Stash)(), nn.Tanh(), skip.skippable(pop=["a"])(Pop)())
-    return plain((library.pipe(module, [1, 1, 1], 2, "always") if inside else module)(torch.ones(4, 1)))
 
 
 def verified(library: Any, what: str) -> None:
@@ -344,16 +304,6 @@ def made(library: Any, what: str) -> Any:
     return None if isinstance(answer, nn.Module | Tensor) else answer
 
 
-def returned(library: Any, what: str, checkpoint: str) -> Any:
-    pipe = library.pipe(nn.Sequential(nn.Linear(2, 2), Say(RETURNED[what])), [1, 1], 2, checkpoint)
-    x = torch.arange(8.0).view(4, 2).requires_grad_()
-    output = pipe(x)
-    tensors = [tensor for tensor in (output if isinstance(output, tuple) else (output,)) if tensor.is_floating_point()]
-    if what != "whole numbers":
-        tensors[0].sum().backward()
-    return [plain(output), plain(x.grad)]
-
-
 def passed_on(library: Any, what: str, checkpoint: str) -> Any:
     give, take = PASSED_ON[what]
     pipe = library.pipe(nn.Sequential(nn.Linear(2, 2), Say(give), Say(take)), [1, 1, 1], 2, checkpoint)
@@ -379,11 +329,9 @@ def split(library: Any, rows: tuple[int, ...], chunks: int) -> Any:
 QUESTIONS = [
     *((constructed, what) for what in CONSTRUCTED),
     *((made, what) for what in MADE),
-    *((returned, *case) for case in itertools.product(RETURNED, ["never"])),
     *((passed_on, *case) for case in itertools.product(PASSED_ON, ["never"])),
     *((passed_on, "a pair", checkpoint) for checkpoint in CHECKPOINT_MODES[1:]),
     *((verified, what) for what in VERIFIED),
-    *((yielding, *case) for case in itertools.product(YIELDED, [False, True])),
     *((balanced, what) for what in BALANCED),
     *((flags, checkpoint, training, 4) for checkpoint in CHECKPOINT_MODES for training in (False, True)),
     *((flags, "always", True, rows) for rows in (2, 9)),
