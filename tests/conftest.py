@@ -20,6 +20,9 @@ from pipework import Pipe
 from pipework.schedule import SCHEDULES, build
 from pipework.schedule.placement import wave_placement
 from pipework.testing import Reference, draw_key, reference_backward, reference_step
+from tests.jobs import crews as crews
+from tests.jobs import on_ranks as on_ranks
+from tests.jobs import start as start
 from tests.nursery import Nursery
 from tests.programs import run_python as run_python
 from tests.programs import start_python as start_python

@@ -1,5 +1,8 @@
 """Test bodies that run in several processes at once, as under torchrun but without its launcher."""
 
+import functools
+import inspect
+import itertools
 import json
 import math
 import os
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from tests.jobs_member import Member
+from tests.jobs_member import Member, serve
 from tests.nursery import ENVIRONMENT, Nursery
 
 PATIENCE = 60.0  # seconds after which something is not slow but broken
@@ -51,7 +54,7 @@ class Job:
         own_store: bool = False,
     ) -> None:
         self.folder = folder
-        self._store = None
+        self._store: TCPStore | None = None
         if own_store:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
@@ -84,6 +87,12 @@ class Job:
             )
             for rank in range(ranks)
         ]
+
+    @property
+    def store(self) -> TCPStore:
+        """That in the test's process."""
+        assert self._store is not None
+        return self._store
 
     def ended(self, but: Container[int] = (), patience: float = PATIENCE) -> list[Ended]:
         """Waits for all ranks, but for those that hang on purpose and are killed."""
@@ -140,15 +149,114 @@ def start(nurseries: list[Nursery], tmp_path_factory: pytest.TempPathFactory) ->
         job.end()
 
 
-@pytest.fixture
-def on_ranks(start: Callable[..., Job]) -> Callable[..., list[Any]]:
-    """Runs a function of the test's module on several ranks, and gives what it has returned on each."""
+class Crew:
+    """Ranks that run one body after the other: most bodies take less time than the start of their ranks."""
 
-    def run(ranks: int, body: Callable[..., Any], *, patience: float = PATIENCE, **options: Any) -> list[Any]:
-        every = start(ranks, body, **options).ended(patience=patience)
-        # Who had to be killed has only waited for who failed.
-        for rank, ended in sorted(enumerate(every), key=lambda each: each[1].code == -signal.SIGKILL):
-            assert ended.code == 0, f"rank {rank} ended with {ended.code}:\n{ended.output}\n{ended.errors}"
-        return [ended.result for ended in every]
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._numbers = itertools.count()
+
+    @property
+    def is_there(self) -> bool:
+        return all(process.poll() is None for process in self._job.processes)
+
+    def end(self) -> None:
+        self._job.end()
+
+    def run(self, body: Callable[..., Any], patience: float, arguments: dict[str, Any]) -> list[Any]:
+        """What the body returns on each rank. Where it fails on one of them, all ranks end."""
+        task = json.dumps([body.__code__.co_filename, body.__name__, arguments])
+        number, store = next(self._numbers), self._job.store
+        store.set(f"task {number}", task)
+        ranks = range(len(self._job.processes))
+        answers: dict[int, list[Any]] = {}
+        deadline = time.monotonic() + patience
+        while len(answers) < len(ranks) and time.monotonic() < deadline:
+            for rank in ranks:
+                if rank not in answers and store.check([f"answer {number} {rank}"]):
+                    answers[rank] = json.loads(store.get(f"answer {number} {rank}"))
+                    if answers[rank][1]:  # the others have some time to notice
+                        deadline = min(deadline, time.monotonic() + AFTER_FAILURE)
+            if not self.is_there:
+                deadline = min(deadline, time.monotonic() + AFTER_FAILURE)
+            time.sleep(0.005)
+        if len(answers) < len(ranks) or any(error for _, error in answers.values()):
+            ended = self._job.ended(patience=1.0)
+            # Who does not answer has only waited for who failed.
+            told = [f"rank {rank}:\n{error}" for rank, (_, error) in answers.items() if error]
+            told += [f"rank {rank} ({ended[rank].code}) did not answer:\n{ended[rank].errors[-5000:]}"
+                     for rank in ranks if rank not in answers]  # fmt: skip
+            pytest.fail("\n".join(told), pytrace=False)
+        return [answers[rank][0] for rank in ranks]
+
+
+@pytest.fixture(scope="session")
+def crews() -> Iterator[dict[str, Crew]]:
+    """Those that were started, by their numbers of ranks and the arguments of `pipework.init`."""
+    started: dict[str, Crew] = {}
+    yield started
+    for crew in started.values():
+        crew.end()
+
+
+@pytest.fixture
+def on_ranks(
+    crews: dict[str, Crew],
+    start: Callable[..., Job],
+    nurseries: list[Nursery],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., list[Any]]:
+    """Runs a function of the test's module on several ranks, and gives what it has returned on each.
+
+    The ranks may have run other functions before, unless they are to be `fresh`.
+    """
+
+    def run(
+        ranks: int,
+        body: Callable[..., Any],
+        *,
+        patience: float = PATIENCE,
+        init: dict[str, Any] | None = None,
+        fresh: bool = False,
+        **arguments: Any,
+    ) -> list[Any]:
+        if fresh:
+            return Crew(start(ranks, serve, init=init)).run(body, patience, arguments)
+        key = json.dumps([ranks, init or {}])
+        if key not in crews or not crews[key].is_there:
+            crews[key] = Crew(Job(nurseries, tmp_path_factory.mktemp("crew"), ranks, serve, init or {}, {}, {}))
+        return crews[key].run(body, patience, arguments)
 
     return run
+
+
+def runs_on(ranks: int | None = None, *, patience: float = PATIENCE, fresh: bool = False, **init: Any) -> Any:
+    """Makes a test of a function that several ranks run: what it returns has to be the same on all of them.
+
+    Args:
+        ranks: how many; None: as many as the test's parameter `ranks` says.
+        patience: seconds.
+        fresh: whether the ranks have run nothing before.
+        init: arguments of `pipework.init`.
+
+    The function gets the mesh. Of its other parameters, `folder` is the name of a new folder, `monkeypatch` is for
+    changes that end with the test, and all others are parameters of the test.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        names = [name for name in [*inspect.signature(body).parameters][1:] if name != "monkeypatch"]
+        fixtures = {"on_ranks", *("tmp_path" if name == "folder" else name for name in names)}
+        fixtures |= {"ranks"} if ranks is None else set()
+
+        @functools.wraps(body)
+        def test(on_ranks: Callable[..., list[Any]], **given: Any) -> None:
+            count = given["ranks"] if ranks is None else ranks
+            arguments = {name: str(given["tmp_path"]) if name == "folder" else given[name] for name in names}
+            first, *others = on_ranks(count, body, patience=patience, fresh=fresh, init=init, **arguments)
+            assert others == [first] * len(others), f"the ranks returned different values: {first}, {others}"
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature([inspect.Parameter(each, keyword) for each in sorted(fixtures)])  # type: ignore[attr-defined]
+        return test
+
+    return decorate

@@ -1,18 +1,28 @@
 """One rank of a test: calls a function of a test module with the mesh that `pipework.init` gives it."""
 
-import importlib.util
+import gc
+import importlib
+import inspect
+import itertools
 import json
 import os
 import signal
-import sys
+import traceback
 import warnings
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from torch.distributed import TCPStore
 
 import pipework
+from pipework import Mesh
 from tests import injection
+
+ROOT = Path(__file__).parents[1]
 
 
 class Member(NamedTuple):
@@ -59,14 +69,40 @@ def run_member(member: Member) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "chunks is 1", pipework.PipeWarning)  # as pyproject.toml has it
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location(Path(member.path).stem, member.path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # classes are found by the name of their module
-    spec.loader.exec_module(module)
+    body = function_of(member.path, member.function)
     injection.install()
     mesh = pipework.init(**member.init)
     torch.manual_seed(0)
-    result = getattr(module, member.function)(mesh, **member.arguments)
+    result = body(mesh, **member.arguments)
     print("\nRESULT " + json.dumps(result), flush=True)
+
+
+def function_of(path: str, name: str) -> Callable[..., Any]:
+    """A function of a test module; one that `runs_on` has made a test of is the function below."""
+    module = importlib.import_module(".".join(Path(path).relative_to(ROOT).with_suffix("").parts))
+    return inspect.unwrap(getattr(module, name))
+
+
+def serve(mesh: Mesh) -> None:
+    """Runs the functions that the process of the tests names in the store, one after the other, until one fails."""
+    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    store = TCPStore(address, int(port), None, False, timedelta(hours=5), wait_for_workers=False)
+    for number in itertools.count():
+        path, name, arguments = json.loads(store.get(f"task {number}"))
+        result = error = None
+        try:
+            result = _run(function_of(path, name), mesh, arguments)
+        except BaseException:
+            error = traceback.format_exc()
+        store.set(f"answer {number} {rank}", json.dumps([result, error]))
+        if error is not None:
+            raise SystemExit(1)
+        gc.collect()
+
+
+def _run(body: Callable[..., Any], mesh: Mesh, arguments: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    with warnings.catch_warnings(), torch.enable_grad(), pytest.MonkeyPatch.context() as patch:
+        if "monkeypatch" in inspect.signature(body).parameters:
+            arguments = {**arguments, "monkeypatch": patch}
+        return body(mesh, **arguments)

@@ -17,8 +17,6 @@ from pipework import Mesh, MicroBatches, NoChunk, Pipe, PipeWarning, pop, skippa
 from pipework.schedule import SCHEDULES
 from pipework.verify import Verification
 from tests.integrations import tiny
-from tests.jobs import on_ranks as on_ranks
-from tests.jobs import start as start
 from tests.model.parts.harness import attached
 from tests.model.parts.models import Lists, ResNet, Vision, batch_of
 

@@ -16,9 +16,6 @@ from torch import nn
 
 import pipework
 from pipework import Mesh, Pipe
-from tests.jobs import on_ranks, start
-
-__all__ = ["on_ranks", "start"]
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "walks.md").read_text()

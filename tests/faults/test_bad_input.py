@@ -27,20 +27,12 @@ def test_empty_batch(pipe: Pipe) -> None:
     assert torch.equal(pipe[0].weight.grad, torch.zeros(4, 4))
 
 
-def test_batch_smaller_than_chunks(pipe: Pipe) -> None:
-    assert pipe(torch.randn(3, 4)).shape == (3, 2)
-
-
 @pytest.mark.parametrize(
     ("inputs", "error", "message"),
     [
         ((torch.empty(4, 4, device="meta"),), NotImplementedError, "meta"),
         ((None,), TypeError, "inputs do not have any tensors: got"),
-        (("text",), TypeError, "inputs do not have any tensors: got"),
-        (([1, 2],), TypeError, "inputs do not have any tensors: got"),
         ((True,), TypeError, "inputs do not have any tensors: got"),
-        ((torch.tensor(3.0),), ValueError, "0-dimensional"),
-        ((torch.zeros(4, 4), torch.zeros(5, 4)), ValueError, r"same number of rows.*\(4, 4\).*\(5, 4\)"),
         ((torch.ones(4, 4, dtype=torch.long),), RuntimeError, "dtype"),  # the layer's own error, as the next one
         ((torch.zeros(4, 4), torch.zeros(4, 4)), TypeError, "positional argument"),
     ],

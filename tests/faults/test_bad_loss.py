@@ -1,5 +1,6 @@
 """Targets, losses and calls that do not fit: a clear error before or at the first action, and the pipe goes on."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,13 +48,14 @@ def pipe(make: Callable[..., Pipe]) -> Iterator[Pipe]:
         (torch.tensor(1.0), r"shape \(\): wanted as many rows. Wrap .* in NoChunk"),
         (torch.zeros(ROWS, 4, requires_grad=True), "requires a gradient, which it would not get"),
         ({"a": torch.zeros(ROWS, 4), "b": [torch.zeros(2)]}, r"shape \(2,\)"),
+        (torch.zeros(ROWS, 4, device="meta"), "meta"),
     ],
 )
 def test_a_target_that_does_not_fit(pipe: Pipe, target: Any, message: str) -> None:
     state = torch.get_rng_state()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
         pipe(torch.randn(ROWS, 4, generator=torch.Generator()), target=target)
-    assert torch.equal(torch.get_rng_state(), state), "nothing has been drawn"
+    assert message == "meta" or torch.equal(torch.get_rng_state(), state), "nothing has been drawn"
 
 
 def test_a_target_of_another_shape_is_the_loss_functions_own_error(make: Callable[..., Pipe]) -> None:
@@ -66,11 +68,6 @@ def test_a_target_of_another_shape_is_the_loss_functions_own_error(make: Callabl
         "pipework: in loss_fn (difference)",
         "pipework: stage 3, micro-batch 0, action F",
     ]
-
-
-def test_a_target_without_data_is_an_error(pipe: Pipe) -> None:
-    with pytest.raises(NotImplementedError, match="meta"):
-        pipe(torch.randn(ROWS, 4), target=torch.zeros(ROWS, 4, device="meta"))
 
 
 def test_a_missing_target_says_what_to_call() -> None:
@@ -89,36 +86,23 @@ def test_a_missing_target_says_what_to_call() -> None:
             call()
 
 
-def none(output: Tensor, target: Tensor) -> None:
-    return None
-
-
-def number(output: Tensor, target: Tensor) -> float:
-    return float(output.detach().sum())
-
-
-def not_reduced(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target, reduction="none")
-
-
-def of_one(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)[None]
-
-
 @pytest.mark.parametrize(
-    ("loss_fn", "error", "message"),
+    ("result", "error", "message"),
     [
-        (none, TypeError, r"loss_fn \(none\) returned NoneType, wanted the loss"),
-        (number, TypeError, r"loss_fn \(number\) returned float"),
-        (not_reduced, ValueError, r"loss_fn \(not_reduced\) returned a tensor of shape \(2, 4\)"),
-        (of_one, ValueError, r"returned a tensor of shape \(1,\), wanted a 0-dimensional loss"),
+        (lambda loss: None, TypeError, r"loss_fn \(odd\) returned NoneType, wanted the loss"),
+        (lambda loss: float(loss.detach().sum()), TypeError, r"loss_fn \(odd\) returned float"),
+        (lambda loss: loss, ValueError, r"loss_fn \(odd\) returned a tensor of shape \(2, 4\)"),
+        (lambda loss: loss.mean()[None], ValueError, r"returned a tensor of shape \(1,\), wanted a 0-dimensional loss"),
     ],
 )
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_result_that_is_no_loss(
-    make: Callable[..., Pipe], loss_fn: Any, error: type, message: str, grad: bool
+    make: Callable[..., Pipe], result: Any, error: type, message: str, grad: bool
 ) -> None:
-    pipe = make(loss_fn)
+    def odd(output: Tensor, target: Tensor) -> Any:
+        return result(F.mse_loss(output, target, reduction="none"))
+
+    pipe = make(odd)
     for _ in range(2):
         with torch.set_grad_enabled(grad), pytest.raises(error, match=message) as caught:
             pipe(torch.randn(ROWS, 4), target=torch.randn(ROWS, 4))
@@ -145,16 +129,23 @@ def test_a_last_layer_that_returns_no_loss(make: Callable[..., Pipe]) -> None:
         pipe(torch.randn(ROWS, 4), target=torch.randn(ROWS, 4))
 
 
-def test_a_weight_function_that_fails_is_the_callers_own_error(make: Callable[..., Pipe]) -> None:
-    pipe = make(loss_weight=lambda target: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        pipe(torch.randn(ROWS, 4), target=torch.randn(ROWS, 4))
-
-
 @pytest.mark.parametrize(
-    ("weight", "what"), [(torch.zeros(2, 4), r"a tensor of shape \(2, 4\)"), (None, "NoneType"), ("many", "str")]
+    ("weight", "what"),
+    [
+        (torch.zeros(2, 4), r"a tensor of shape \(2, 4\)"),
+        (None, "NoneType"),
+        ("many", "str"),
+        (ZeroDivisionError(), ""),
+    ],
 )
 def test_a_weight_that_is_no_number(make: Callable[..., Pipe], weight: Any, what: str) -> None:
-    pipe = make(loss_weight=lambda target: weight)
-    with pytest.raises(TypeError, match=rf"loss_weight gave {what} for micro-batch 0: wanted a number of at least 0"):
+    def weight_of(target: Tensor) -> Any:
+        if isinstance(weight, Exception):  # the caller's own error
+            raise weight
+        return weight
+
+    pipe = make(loss_weight=weight_of)
+    message = f"loss_weight gave {what} for micro-batch 0: wanted a number of at least 0" if what else ""
+    with pytest.raises((TypeError, ZeroDivisionError)) as caught:
         pipe(torch.randn(ROWS, 4), target=torch.randn(ROWS, 4))
+    assert caught.value is weight or re.search(message, str(caught.value))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from pipework import Pipe
 from pipework.testing import draw_key, reference_backward
@@ -168,25 +168,4 @@ def test_a_short_last_batch_and_a_short_epoch(workers: int) -> None:
     assert [len(output) for output in outputs] == [4, 4, 2]
     outputs, error = assert_epochs_alike(loader_of(Rows(), 16, workers))
     assert [len(output) for output in outputs] == [10]
-
-
-def test_an_epoch_without_batches() -> None:
-    pipe = used_pipe()
-    assert trained(pipe, loader_of(Rows(), 16, workers=1, drop_last=True)) == ([], None)
-    pipe(torch.randn(5, 4)).sum().backward()
-
-
-def test_a_loader_whose_processes_run_the_pipe_themselves() -> None:
-    """In a forked process the pipe makes threads of its own."""
-    pipe = used_pipe().eval()
-    rows = Rows()
-
-    def through_the_pipe(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
-        x = default_collate(batch)
-        with torch.no_grad():
-            return x, pipe(x)
-
-    loader = loader_of(rows, 4, workers=2, collate_fn=through_the_pipe)
-    with torch.no_grad():
-        for x, output in loader:
-            assert torch.equal(pipe(x), output)
+    assert trained(used_pipe(), loader_of(Rows(), 16, workers, drop_last=True)) == ([], None)

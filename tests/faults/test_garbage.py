@@ -57,15 +57,6 @@ def test_a_loss_outlives_its_pipe(checkpoint: str, own_workers: Threads) -> None
     assert own_workers() == []
 
 
-def test_a_loss_that_is_dropped_ends_nothing() -> None:
-    pipe = used_pipe()
-    for _ in range(3):
-        loss = pipe(torch.randn(4, 4)).sum()
-        del loss
-    pipe(torch.randn(4, 4)).sum().backward()
-    assert pipe[0].weight.grad is not None
-
-
 def test_another_pipes_worker_collects_it(own_workers: Threads) -> None:
     """With its threads idle, and the collecting thread none of them."""
     does = Does()
@@ -87,21 +78,3 @@ def test_its_own_worker_drops_the_last_name_of_it(own_workers: Threads) -> None:
     assert not names
     does.todo.clear()
     assert all_end(own_workers)
-
-
-def test_a_thread_that_ends_takes_its_pipe_with_it(own_workers: Threads) -> None:
-    thread = threading.Thread(target=lambda: used_pipe()(torch.randn(4, 4)).sum().backward())
-    thread.start()
-    thread.join(30)
-    assert own_workers() == []
-
-
-def test_a_pipe_whose_call_failed_can_be_dropped_with_its_error(own_workers: Threads) -> None:
-    pipe = used_pipe()
-    with pytest.raises(RuntimeError) as caught:
-        pipe(torch.randn(4, 5))
-    error = caught.value
-    del pipe, caught
-    error.__traceback__ = None
-    gc.collect()
-    assert own_workers() == []

@@ -45,20 +45,14 @@ def pipe_of(way: Any, checkpoint: str = "except_last") -> Pipe:
     return way.pipe(module, 4, checkpoint, balance=[1, 1, 1, 1])
 
 
-slow = pytest.mark.slow
-first_way = pytest.mark.parametrize(
-    "way", [USUAL[0], *(pytest.param(way, marks=pytest.mark.thorough) for way in USUAL[1:])], indirect=True
-)
-
-
 @pytest.mark.parametrize(
     ("way", "checkpoint"),
     [
         pytest.param("outside", "never", marks=pytest.mark.thorough),
         pytest.param("outside", "except_last", marks=pytest.mark.thorough),
         pytest.param("interleaved-1f1b", "except_last", marks=pytest.mark.thorough),
-        pytest.param("interleaved-1f1b", "never", marks=slow),
-        *(pytest.param(way, "except_last", marks=slow) for way in ("gpipe", "1f1b", "looped-bfs")),
+        pytest.param("interleaved-1f1b", "never", marks=pytest.mark.slow),
+        *(pytest.param(way, "except_last", marks=pytest.mark.slow) for way in ("gpipe", "1f1b", "looped-bfs")),
     ],
     indirect=["way"],
 )
@@ -77,8 +71,10 @@ def test_a_thousand_steps_leave_nothing(way: Any, checkpoint: str) -> None:
     assert resident_bytes() < resident * 1.02
 
 
-@first_way
-def test_a_hundred_failed_steps_leave_nothing(way: Any) -> None:
+@pytest.mark.parametrize(
+    "way", [USUAL[0], *(pytest.param(way, marks=pytest.mark.thorough) for way in USUAL[1:])], indirect=True
+)
+def test_a_hundred_failed_steps_and_pipes_that_come_and_go_leave_nothing(way: Any) -> None:
     pipe, x, y = pipe_of(way), torch.randn(64, 64), torch.randn(64)
 
     def failing_step() -> None:
@@ -89,21 +85,11 @@ def test_a_hundred_failed_steps_leave_nothing(way: Any) -> None:
 
     for _ in range(5):
         failing_step()
+        way.loss(pipe_of(way), x, y).backward()
     before, resident = inventory(), resident_bytes()
-    for _ in range(100):
+    for number in range(100):
         failing_step()
+        if number % 2:
+            way.loss(pipe_of(way), x, y).backward()
     assert inventory() == before
     assert resident_bytes() < resident * 1.02
-
-
-@first_way
-def test_pipes_that_come_and_go_leave_no_thread(way: Any) -> None:
-    def use_one() -> None:
-        pipe = pipe_of(way)
-        way.loss(pipe, torch.randn(4, 64), torch.randn(4)).backward()
-
-    use_one()
-    before = inventory()
-    for _ in range(50):
-        use_one()
-    assert inventory() == before

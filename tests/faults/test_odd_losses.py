@@ -1,15 +1,16 @@
 """Losses and parameters that are not what the runtime may take for granted."""
 
 import copy
-import threading
+import functools
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from pipework import Pipe, WithDevice
+from pipework import Pipe
 from pipework.testing import reference_step
+from tests.helpers import in_threads
 
 
 def pipe_of(loss_fn, checkpoint="never", schedule="1f1b", **options) -> Pipe:
@@ -47,40 +48,21 @@ def test_a_complex_loss_is_refused() -> None:
         pipe(torch.randn(8, 4), target=torch.randn(8, 4))
 
 
-def test_a_hidden_parameter_of_the_loss_is_found_after_the_loss_was_outside() -> None:
+def test_a_hidden_parameter_of_the_loss_is_found() -> None:
+    """Also after the loss was outside, and if the first micro-batch weighs nothing."""
     hidden = nn.Parameter(torch.ones(()))
-    pipe = pipe_of(lambda output, target: functional.mse_loss(output, target) * hidden, schedule="gpipe")
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
-    pipe(x).sum().backward()
-    with pytest.raises(RuntimeError, match="without reading it from its module"):
-        pipe(x, target=y)
-    assert hidden.grad is None
 
+    def loss(output, target):
+        return functional.mse_loss(output, target) * hidden
 
-def test_a_hidden_parameter_is_found_if_the_first_micro_batch_weighs_nothing() -> None:
-    hidden = nn.Parameter(torch.ones(()))
-    pipe = pipe_of(
-        lambda output, target: functional.mse_loss(output, target) * hidden,
-        loss_weight=lambda target: (target > 0).sum(),
-    )
-    y = torch.rand(8, 4)
+    x, y = torch.randn(8, 4), torch.rand(8, 4)
     y[:2] = -1
-    with pytest.raises(RuntimeError, match="without reading it from its module"):
-        pipe(torch.randn(8, 4), target=y)
-
-
-def test_sparse_gradients_can_be_checked() -> None:
-    module = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
-    pipe = Pipe(module, 2, balance=[1, 1], devices=["cpu"] * 2, loss_fn=functional.mse_loss, debug="check_finite")
-    pipe(torch.randint(0, 10, (8,)), target=torch.randn(8, 4)).backward()
-    assert pipe[0].weight.grad.is_sparse
-
-
-def test_a_layer_that_is_replaced_by_one_with_a_device_loses_the_wrapper() -> None:
-    pipe = pipe_of(functional.mse_loss)
-    setattr(pipe, "0", WithDevice(nn.Linear(4, 4), "cpu"))
-    assert list(pipe.state_dict())[:2] == ["0.weight", "0.bias"]
-    pipe(torch.randn(8, 4), target=torch.randn(8, 4)).backward()
+    after = pipe_of(loss, schedule="gpipe")
+    after(x).sum().backward()
+    for pipe in (after, pipe_of(loss, loss_weight=lambda target: (target > 0).sum())):
+        with pytest.raises(RuntimeError, match="without reading it from its module"):
+            pipe(x, target=y)
+    assert hidden.grad is None
 
 
 def test_threads_that_share_deferred_batch_norms_take_turns() -> None:
@@ -92,22 +74,10 @@ def test_threads_that_share_deferred_batch_norms_take_turns() -> None:
         for _ in range(25):
             pipe(batch)
 
-    threads = [threading.Thread(target=run, args=(batch,)) for batch in batches]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[functools.partial(run, batch) for batch in batches])
     assert int(pipe[0].num_batches_tracked) == 100
     expected = torch.stack([batch.mean(0) for batch in batches]).mean(0)
     torch.testing.assert_close(pipe[0].running_mean, expected)
-
-
-def test_loss_without_data() -> None:
-    with torch.device("meta"):
-        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    pipe = Pipe(module, 2, balance=[1, 1], devices=["meta"] * 2, schedule="1f1b", loss_fn=functional.mse_loss)
-    pipe(torch.randn(4, 4, device="meta"), target=torch.randn(4, 4, device="meta")).backward()
-    assert pipe[0].weight.grad.shape == (4, 4)
 
 
 class Momentum(nn.Module):

@@ -14,6 +14,7 @@ from torch import nn
 from pipework import Pipe
 from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.model.checkpoint import is_recomputing
+from tests.helpers import in_threads
 from tests.programs import RunPython
 
 Result = tuple[torch.Tensor, ...]
@@ -31,47 +32,10 @@ def loss_and_gradients(way: Any, pipe: Pipe, parameters: Sequence[torch.Tensor],
     return loss.detach(), *torch.autograd.grad(loss, parameters)
 
 
-def at_once(*calls: Callable[[], None]) -> list[BaseException]:
-    """Runs each call on a thread of its own, all from the same moment on; returns what they raised."""
-    start, errors = threading.Barrier(len(calls)), []
-
-    def run(call: Callable[[], None]) -> None:
-        start.wait(20)
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    return errors
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.thorough
-def test_the_first_call_from_two_threads_at_once(
-    way: Any, checkpoint: str, own_workers: Callable[[], list[threading.Thread]]
-) -> None:
-    batch = torch.randn(8, 4), torch.randn(8)
-    module = four_layers()
-    pipe = way.pipe(module, 4, checkpoint, balance=BALANCE)
-    expected = loss_and_gradients(way, pipe, list(pipe.parameters()), batch)
-    workers = len(pipe.devices)
-    del pipe
-    for _ in range(10):
-        pipe = way.pipe(module, 4, checkpoint, balance=BALANCE)
-        parameters, results = list(pipe.parameters()), []
-        call = functools.partial(loss_and_gradients, way, pipe, parameters, batch)
-        errors = at_once(*[lambda c=call, r=results: r.append(c())] * 2)
-        assert errors == []
-        assert all(torch.equal(a, b) for result in results for a, b in zip(result, expected, strict=True))
-        assert all(a is b for a, b in zip(pipe.parameters(), parameters, strict=True))
-        assert len(own_workers()) == workers
-        del pipe, call
+def at_once(*calls: Callable[[], None]) -> None:
+    """Runs each call on a thread of its own, all from the same moment on."""
+    start = threading.Barrier(len(calls))
+    in_threads(*[lambda c=call: (start.wait(20), c()) for call in calls])
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -90,7 +54,7 @@ def test_two_pipes_that_share_layers_called_at_once(way: Any, checkpoint: str) -
                 if "another pipe" not in str(error):
                     raise
 
-    assert at_once(lambda: call(pipes[0]), lambda: call(pipes[1])) == []
+    at_once(lambda: call(pipes[0]), lambda: call(pipes[1]))
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, expected, strict=True))
     assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
     for pipe in pipes:
@@ -98,7 +62,10 @@ def test_two_pipes_that_share_layers_called_at_once(way: Any, checkpoint: str) -
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_two_pipes_and_four_calling_threads(way: Any, checkpoint: str) -> None:
+def test_two_pipes_and_four_calling_threads(
+    way: Any, checkpoint: str, own_workers: Callable[[], list[threading.Thread]]
+) -> None:
+    """Also their first calls come from two threads at once."""
     pipes = [way.pipe(four_layers(), 4, checkpoint, balance=BALANCE) for _ in range(2)]
     parameters = [list(pipe.parameters()) for pipe in pipes]
     batch = torch.randn(8, 4), torch.randn(8)
@@ -110,8 +77,9 @@ def test_two_pipes_and_four_calling_threads(way: Any, checkpoint: str) -> None:
         for _ in range(10):
             results.append((index, loss_and_gradients(way, pipes[index], parameters[index], batch)))
 
-    assert at_once(*[functools.partial(call, number % 2) for number in range(4)]) == []
+    at_once(*[functools.partial(call, number % 2) for number in range(4)])
     assert len(results) == 40
+    assert len(own_workers()) == sum(len(pipe.devices) for pipe in [*pipes, *twins])
     assert all(torch.equal(a, b) for index, result in results for a, b in zip(result, expected[index], strict=True))
     for pipe, own in zip(pipes, parameters, strict=True):
         assert all(a is b for a, b in zip(pipe.parameters(), own, strict=True))
@@ -149,38 +117,9 @@ def test_statistics_are_not_updated_while_another_thread_recomputes(monkeypatch:
 
     in_call = threading.Event()
     monkeypatch.setattr(DeferredBatchNorm, "commit", lambda batch_norm: (in_call.set(), later(batch_norm)))
-    assert at_once(lambda: pipe(torch.randn(8, 4)), backward) == []
+    at_once(lambda: pipe(torch.randn(8, 4)), backward)
     assert layer.begun.is_set()
     assert pipe[1].num_batches_tracked == 2
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_backward_in_a_forked_child_is_refused(run_python: RunPython, checkpoint: str) -> None:
-    script = (
-        "import os, signal, sys, torch\n"
-        "from torch import nn\n"
-        "from pipework import Pipe\n"
-        "torch.set_num_threads(1)\n"
-        "module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))\n"
-        "pipe = Pipe(module, 2, sys.argv[1], balance=[1, 1], devices=['cpu'] * 2)\n"
-        "loss = pipe(torch.ones(4, 2)).sum()\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    signal.alarm(10)\n"
-        "    try:\n"
-        "        loss.backward()\n"
-        "    except RuntimeError as error:\n"
-        "        print(error, flush=True)\n"
-        "        os._exit(7)\n"
-        "    os._exit(1)\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
-        "loss.backward()\n"
-        "assert pipe[0].weight.grad is not None\n"
-    )
-    result = run_python(["-c", script, checkpoint], timeout=60)
-    assert result.returncode == 0, result.stderr
-    assert "fork" in result.stdout
 
 
 FORKS = """
@@ -188,8 +127,6 @@ import multiprocessing, os, signal, sys, threading
 import torch
 from torch import nn
 from pipework import Pipe
-from pipework.model.batchnorm import DeferredBatchNorm
-from pipework.model.checkpoint import is_recomputing
 
 class Forks(nn.Module):
     armed = False
@@ -238,6 +175,19 @@ for _ in range(3):
         in_child("forked between mini-batches")
     children.append(child)
     assert same(gradients())
+
+loss = pipe(x).sum()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        os._exit(7 if "fork" in str(error) else 1)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+loss.backward()
+pipe.zero_grad()
 
 context = multiprocessing.get_context("fork")
 queue = context.SimpleQueue()

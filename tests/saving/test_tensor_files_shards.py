@@ -18,13 +18,11 @@ from torch.nn import functional as F
 
 from pipework import Mesh, Pipe, load_checkpoint, save_checkpoint
 from pipework.saving.convert import convert
-from tests.jobs import on_ranks, start
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-__all__ = ["on_ranks", "start"]
 
 Run = Callable[..., list[Any]]
 

@@ -26,21 +26,6 @@ def test_memory_in_the_usual_order_is_not_copied(make: object) -> None:
     assert not given.any()
 
 
-def test_numbers_that_are_none_survive() -> None:
-    odd = torch.tensor([0x7FC00001, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)  # three kinds of NaN
-    copy = torch.zeros(2, 3).t()[:, 0]
-    write_bytes(as_bytes("x", odd), copy)
-    assert copy.contiguous().view(torch.int32).tolist() == odd.view(torch.int32).tolist()
-
-
-def test_a_conjugate_is_what_it_shows() -> None:
-    first, second = (torch.randn(3, dtype=torch.complex64) for _ in range(2))
-    write_bytes(as_bytes("x", first), second.conj())
-    assert torch.equal(second, first.conj())
-    write_bytes(as_bytes("x", first.conj().imag), second.real)
-    assert torch.equal(second.real, -first.imag)
-
-
 def test_what_is_no_array_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"0.edges has the layout torch.sparse_coo, so its values"):
         as_bytes("0.edges", torch.eye(3).to_sparse())

@@ -1,111 +1,283 @@
-"""Ranks that die, hang, or are only slow, seen by another rank: this process is rank 0."""
+"""Several monitors in one process: what they tell each other, what they leave behind, and what garbage does to them."""
 
-import signal
-import subprocess
+import gc
+import multiprocessing
+import os
+import threading
 import time
+import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from pipework import PipelineError
+from pipework.distributed.health.failure_detector import DetectionTimes
 from pipework.distributed.health.monitor import HealthMonitor
-from tests.distributed.conftest import HARD, TIMES, Member
+from pipework.distributed.health.status import PeerFailure, read_beat
+from tests.distributed.conftest import HARD, TIMES
 
-Starting = Callable[..., Member]
 Watching = Callable[..., HealthMonitor]
 
 
-def together(member: Starting, watched: Watching, store: Any, **settings: Any) -> tuple[Member, HealthMonitor]:
-    """Two ranks in their training steps: this one stays in its first."""
-    other = member(**settings)
-    other.until("started")
-    monitor = watched(through=store)
-    store.set("go", "1")
-    monitor.begin("training step")
-    return other, monitor
+def await_(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + HARD
+    while not (value := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return value
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop", "hold_gil"])
-def test_a_rank_without_heartbeats_is_lost(kind: str, member: Starting, watched: Watching, store: TCPStore) -> None:
-    other, monitor = together(member, watched, store, fault=f"step=8,kind={kind}")
-    since = other.until("fault")["time"]
+def awaited(monitor: HealthMonitor) -> PeerFailure:
+    """The failure that this monitor is told of."""
     failure = monitor.wait_for_failure(HARD)
-    took = time.monotonic() - since
     assert failure is not None
-    assert (failure.kind, failure.rank) == ("lost", 1)
-    assert "rank 1 (stage 1) lost: no heartbeat for" in failure.text
-    assert f"last action: B of stage 1, micro-batch 3 (pid {other.process.pid} on " in failure.text
-    assert took > TIMES["detect"] / 2
-    with pytest.raises(PipelineError, match=r"rank 1 \(stage 1\) lost") as caught:
+    return failure
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("pipework monitor")]
+
+
+def test_another_kind_of_call_that_is_over(watched: Watching) -> None:
+    """The first stage of a pipeline need not wait for an evaluation to end, and goes on to the next call."""
+    first, second = watched(0), watched(1)
+    first.begin("evaluation")
+    first.end()
+    first.begin("training step")
+    second.begin("training step")
+    failure = awaited(second)
+    assert failure.kind == "disagreement"
+    assert "call 1 is 'evaluation' on rank 0" in failure.text
+
+
+@pytest.mark.thorough
+def test_who_is_ahead_or_behind_or_leaves_after_the_same_calls_is_no_failure(watched: Watching) -> None:
+    first, second = watched(0), watched(1)
+    for _ in range(3):
+        first.begin("training step")
+        first.end()
+    second.begin("training step")
+    time.sleep(1.2 * TIMES["detect"])
+    for _ in range(2):
+        second.end()
+        second.begin("training step")
+    first.close()
+    time.sleep(1.2 * TIMES["detect"])
+    assert (first.failure, second.failure) == (None, None)
+
+
+def test_who_leaves_in_the_middle(watched: Watching) -> None:
+    first, second = watched(0), watched(1)
+    for monitor in (first, second):
         monitor.begin("training step")
-    assert (caught.value.rank, caught.value.kind) == (1, "lost")
-    if kind == "stop":  # who wakes up learns that the others have gone on without it
-        other.process.send_signal(signal.SIGCONT)
-        assert other.until("told")["rank"] == 1
+    first.close()
+    words = "rank 0 (stage 0) left in the middle of its 1st training step, and rank 1 (stage 1) is still in it"
+    assert awaited(second).text == words
 
 
-@pytest.mark.parametrize("kind", ["sleep", "hang"])
-def test_slow_but_alive_is_not_lost(kind: str, member: Starting, watched: Watching, store: TCPStore) -> None:
-    other, monitor = together(member, watched, store, fault=f"step=1,kind={kind},seconds=5", steps=3, linger=1)
-    other.until("survived")
-    assert monitor.failure is None
+def test_all_ranks_hear_of_the_first_failure(watched: Watching) -> None:
+    """It is the reason why a connection was closed, too."""
+    monitors = [watched(rank, 4) for rank in range(4)]
+    with pytest.raises(KeyError) as caught:
+        {}["no such column"]
+    caught.value.add_note("of the table")
+    monitors[2].report(caught.value, "stage 2, micro-batch 0, action F")
+    for rank in (0, 1, 3):
+        failure = awaited(monitors[rank])
+        assert (failure.rank, failure.kind) == (2, "error")
+        assert failure.traceback_text.rstrip().endswith("KeyError: 'no such column'\nof the table")
+        assert monitors[rank].explain_disconnect(2) == failure
+        monitors[rank].report(monitors[rank].error())  # which is not told again
+    assert monitors[2].failure is None
+    with pytest.raises(PipelineError, match=r"this pipe has failed before, and cannot go on: .*KeyError"):
+        monitors[2].begin("training step")
 
 
-@pytest.mark.parametrize("what", ["kill", "stop"])
-def test_a_store_out_of_reach(
-    what: str, member: Starting, watched: Watching, server: tuple[subprocess.Popen[str], int]
+@pytest.mark.parametrize(
+    ("culprits", "reports", "rank", "kind"),
+    [
+        ({1: 2}, False, 2, "lost"),  # rank 2 is gone, which rank 1 has seen and rank 0 has not
+        ({1: 1}, True, 1, "error"),  # who blames itself tells why
+        ({0: 1, 1: 0}, False, 1, "lost"),  # as when the network between them is cut
+    ],
+)
+def test_who_closes_a_connection_has_blamed_somebody_before(
+    watched: Watching, culprits: dict[int, int], reports: bool, rank: int, kind: str
 ) -> None:
-    process, port = server
-    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30), wait_for_workers=False)
-    other, monitor = together(member, watched, store, port=port)
-    other.until("step")
-    process.send_signal(signal.SIGKILL if what == "kill" else signal.SIGSTOP)
-    failure = monitor.wait_for_failure(HARD)
-    assert failure is not None
-    assert (failure.kind, failure.rank) == ("lost", None)
-    assert f"the store at 127.0.0.1:{port} has been out of reach for" in failure.text
-    assert other.until("told")["rank"] is None
-    begun = time.monotonic()
+    monitors = [watched(each, 3) for each in range(3)]
+    for each, culprit in culprits.items():
+        monitors[each].announce_culprit(culprit)
+    await_(lambda: monitors[0].announced("culprit").get(1) == culprits[1])
+    reporting = threading.Timer(0.6, monitors[1].report, [ValueError("bad row"), None])
+    if reports:
+        reporting.start()
+    failure = monitors[0].explain_disconnect(1, patience=0.3)
+    assert (failure.rank, failure.kind) == (rank, kind)
+    if reports:
+        reporting.join()
+        assert failure.text == "rank 1 (stage 1) failed: ValueError: bad row"
+
+
+def test_what_is_told_is_bounded(watched: Watching) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("cannot be shown")
+
+    def deep(depth: int) -> None:
+        if depth:
+            deep(depth - 1)
+        raise Odd
+
+    first, second = watched(0), watched(1)
+    with pytest.raises(Odd) as caught:
+        deep(100)
+    caught.value.add_note("x" * 10**6 + "\x1b[31m\x00end")
+    first.report(caught.value)
+    failure = awaited(second)
+    assert "Odd" in failure.text
+    assert len(failure.traceback_text) < 30_000
+    assert "Traceback" in failure.traceback_text
+    assert failure.traceback_text.rstrip().endswith("?[31m?end")  # no terminal obeys it
+
+
+def test_who_asks_late_is_told_at_once(watched: Watching) -> None:
+    first, second = watched(0), watched(1)
+    told: list[int] = []
+    second.on_failure(lambda: told.append(1))
+    first.report(ValueError("bad row"))
+    await_(lambda: told)
+    second.on_failure(lambda: told.append(2))
+    assert told == [1, 2]
+
+
+@pytest.mark.thorough
+def test_a_broken_connection_is_made_anew(watched: Watching, caplog: Any) -> None:
+    first, second = watched(0, detect=10), watched(1, detect=10)
+    first.announce("too much", "x" * 9_000_000)  # the server closes the connection of who sends that much
+    time.sleep(1)
+    del first._messages["too much"]
+    time.sleep(1)
+    first.announce("little", 1)
+    assert await_(lambda: second.announced("little")) == {0: 1}
+    assert (first.failure, second.failure) == (None, None)
+
+
+def test_a_closed_watch_ends_its_threads(store: TCPStore) -> None:
+    earlier = set(threads())
+    monitor = HealthMonitor(PrefixStore("closed", store), 0, ["rank 0"], DetectionTimes(**TIMES))
+    monitor.start()
+    assert len(set(threads()) - earlier) == 2
+    alive = weakref.ref(monitor)
+    for _ in range(2):  # once more does nothing
+        monitor.close()
+    assert not set(threads()) - earlier
+    monitor.report(ValueError("nobody hears it"))
+    del monitor
+    gc.collect()
+    assert alive() is None
+
+
+def forked(monitor: HealthMonitor) -> None:
+    monitor.announce("child")
+    monitor.report(ValueError("of the child"))
     monitor.close()
-    assert time.monotonic() - begun < HARD / 4
+    os._exit(0 if not threads() else 1)
 
 
-def test_a_store_that_comes_back_in_time(
-    member: Starting, watched: Watching, server: tuple[subprocess.Popen[str], int]
-) -> None:
-    process, port = server
-    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30), wait_for_workers=False)
-    other = member(port=port, times={"detect": 10})
-    other.until("started")
-    monitor = watched(through=store, detect=10)
-    store.set("go", "1")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_neither_beats_nor_leaves(watched: Watching) -> None:
+    first, second = watched(0), watched(1)
+    first.begin("training step")
+    child = multiprocessing.get_context("fork").Process(target=forked, args=(second,))
+    child.start()
+    child.join(HARD)
+    assert child.exitcode == 0
+    time.sleep(3 * TIMES["beat"])
+    assert (first.failure, second.failure) == (None, None)
+    second.close()
+    assert awaited(first).kind == "left"  # the connection has survived the child's end
+
+
+# ---- without threads: each exchange is made by the test -------------------------------------------------------------
+
+
+def monitors(count: int) -> list[HealthMonitor]:
+    store = HashStore()
+    names = [f"rank {rank}" for rank in range(count)]
+    return [HealthMonitor(store, rank, names, DetectionTimes(**TIMES)) for rank in range(count)]
+
+
+@pytest.mark.parametrize(("kind", "place"), [("disagreement", [1, 1]), ("lost", [0, 0])])
+def test_the_last_heartbeat_says_in_which_call_of_all_pipes_the_ranks_disagreed(kind: str, place: list[int]) -> None:
+    first, second = monitors(2)
+    first.begin("training step")
+    first.set_failure(PeerFailure(1, kind, "text"))
+    first.end()
+    first._publish(left=True)
+    beat = read_beat(second._client.read("heartbeat/0"))
+    assert beat is not None
+    assert not beat.call.inside
+    assert list(beat.place) == place
+
+
+def test_only_news_are_read_at_once() -> None:
+    first, second = monitors(2)
+    first._publish()
+    assert second._client.read("changed") is None
+    first._messages["stop"] = "SIGTERM"
+    for _ in range(2):
+        first._publish()
+        assert second._client.read("changed") == b"0:2"
+    second._read_others()
+    assert second.announced("stop") == {0: "SIGTERM"}
+
+
+def test_an_exception_is_the_cause_of_what_else_is_reported() -> None:
+    first, second, third = monitors(3)
+    first.own_report = PeerFailure(1, "lost", "rank 1 is gone")
+    second.own_report = PeerFailure(1, "error", "rank 1 failed: ValueError: no")
+    for each in (first, second):
+        each._publish()
+        assert each._report_written.is_set()
+    third._read_others()
+    assert third.failure == second.own_report
+    assert not third.set_failure(first.own_report)
+    third._publish()
+    beat = read_beat(first._client.read("heartbeat/2"))
+    assert beat is not None
+    assert beat.knows
+
+
+def test_a_failure_that_was_overwritten_is_written_again() -> None:
+    first, second = monitors(2)
+    first.own_report = PeerFailure(0, "error", "rank 0 failed")
+    first._publish()
+    second._client.write("heartbeat/0", "garbage")
+    second._read_others()
+    assert second.failure is None
+    first._publish()
+    second._read_others()
+    assert second.failure == first.own_report
+
+
+def test_threads_do_not_keep_what_the_callers_variables_hold(variables_given: list[bool]) -> None:
+    (monitor,) = monitors(1)
+    monitor.start()
     monitor.begin("training step")
-    other.until("step")
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(3)
-    process.send_signal(signal.SIGCONT)
-    time.sleep(1)
-    steps = len(other.so_far("step"))
-    time.sleep(1)
-    assert len(other.so_far("step")) > steps
-    assert not other.so_far("told")
-    assert monitor.failure is None
+    monitor.end_process_if_stuck(60.0, lambda: None)
+    monitor.close()
+    assert variables_given == [False, False, False]
 
 
-@pytest.mark.parametrize("kind", ["stop", "hold_gil"])
-def test_who_did_not_run_itself_blames_nobody(kind: str, member: Starting, watched: Watching, store: TCPStore) -> None:
-    """For longer than `detect`: all that it knows of the others is old when it wakes up."""
-    other = member(fault=f"step=3,kind={kind},seconds=5", times={"detect": 2.5})
-    other.until("started")
-    monitor = watched(detect=30)
-    store.set("go", "1")
-    monitor.begin("training step")
-    other.until("survived")
-    steps = len(other.so_far("step"))
-    time.sleep(2)
-    assert len(other.so_far("step")) > steps
-    assert not other.so_far("told")
-    assert monitor.failure is None
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_is_raised_is_not_logged_before(inside: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The program raises a failure in the call that it is in; outside of calls it would hear of it late."""
+    monitor, _ = monitors(2)
+    if inside:
+        monitor.begin("training step")
+        monitor.on_failure(monitor.end)  # as the program does that raises it
+    monitor.declare(PeerFailure(1, "lost", "rank 1 lost"))
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ([] if inside else ["rank 1 lost. The next call of the pipe raises this"])

@@ -44,14 +44,27 @@ def handled_by(number: signal.Signals, handler: Any) -> Iterator[None]:
         signal.signal(number, before)
 
 
+def await_(condition: Callable[[], object]) -> None:
+    begin = time.monotonic()
+    while not condition():
+        time.sleep(0.01)
+        assert time.monotonic() - begin < HARD
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_leaves_a_mark(number: signal.Signals) -> None:
+def test_a_signal_leaves_a_mark_and_says_what_will_happen(
+    number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
     with installed() as preemption:
-        assert not preemption.requested
-        assert preemption.reason is None
+        assert (preemption.requested, preemption.reason) == (False, None)
         os.kill(os.getpid(), number)
         assert preemption.requested
         assert preemption.reason == f"{number.name} on rank 0"
+        await_(lambda: caplog.messages)  # a thread logs it
+    assert caplog.messages == [
+        f"{number.name}: training is asked to stop after this step (pipe.stopping); a second SIGTERM ends this process "
+        "at once, without a checkpoint"
+    ]
 
 
 def test_the_deciding_rank_hears_of_a_signal_to_another(watched: Callable[..., HealthMonitor]) -> None:
@@ -59,10 +72,7 @@ def test_the_deciding_rank_hears_of_a_signal_to_another(watched: Callable[..., H
     with installed(watched(1)):
         assert not deciding.requested
         os.kill(os.getpid(), signal.SIGUSR1)
-        begin = time.monotonic()
-        while not deciding.requested:
-            time.sleep(0.01)
-            assert time.monotonic() - begin < HARD
+        await_(lambda: deciding.requested)
     assert deciding.reason == "SIGUSR1 on rank 1"
 
 
@@ -144,19 +154,6 @@ def test_the_second_one_ends_the_process(run_python: RunPython) -> None:
     done = run_python(["-c", PROGRAM, "twice"], timeout=HARD)
     assert (done.returncode, done.stdout) == (143, "asked\n")
     assert "a second SIGTERM: ended at once, the running step and what was not saved are lost" in done.stderr
-
-
-def test_the_first_one_says_what_will_happen(caplog: pytest.LogCaptureFixture) -> None:
-    with installed():
-        os.kill(os.getpid(), signal.SIGUSR1)
-        begin = time.monotonic()
-        while not caplog.messages:  # a thread logs it
-            time.sleep(0.01)
-            assert time.monotonic() - begin < HARD
-    assert caplog.messages == [
-        "SIGUSR1: training is asked to stop after this step (pipe.stopping); a second SIGTERM ends this process at "
-        "once, without a checkpoint"
-    ]
 
 
 def test_a_forked_child_can_still_be_terminated(run_python: RunPython) -> None:

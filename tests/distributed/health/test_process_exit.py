@@ -27,18 +27,15 @@ INSTALL = "from pipework.distributed.health.process_exit import install; install
         ("from pipework import PipelineError; raise PipelineError('bad row', rank=1)", 71),
         ("from pipework import PipelineError; raise PipelineError('bad row', rank=1, kind='lost')", 72),
         ("raise SystemExit(5)", 5),
-        ("pass", 0),
+        ("raise KeyboardInterrupt", -2),
+        ("import atexit, time; atexit.register(time.sleep, 6)", 0),  # who has not failed may take long
     ],
 )
 def test_exit_codes(run: Run, statement: str, code: int) -> None:
     done = run(INSTALL + statement)
-    assert done.returncode == code
+    assert done.returncode in (code, 130 if code == -2 else code)
     assert ("bad row" in done.stderr) == ("bad row" in statement)
     assert "Exception ignored" not in done.stderr
-
-
-def test_ctrl_c_ends_as_it_always_does(run: Run) -> None:
-    assert run(INSTALL + "raise KeyboardInterrupt").returncode in (-2, 130)
 
 
 def test_an_earlier_hook_still_prints(run: Run) -> None:
@@ -56,19 +53,6 @@ def test_who_hears_of_an_exception_ends_after_who_raised_it(run: Run) -> None:
     assert max(seconds[1:]) < seconds[0]
 
 
-RAISES = """
-from pipework import PipelineError
-from pipework.runtime.failure import Failure
-
-def main(error):
-    failure = Failure(lambda: None)
-    failure.report(error, None)
-    failure.raise_first()
-
-main({error})
-"""
-
-
 def test_what_hangs_at_the_end_does_not_hang_for_ever(run: Run) -> None:
     earlier = "import atexit, time\natexit.register(time.sleep, 3600)\n"
     begin = time.monotonic()
@@ -76,11 +60,6 @@ def test_what_hangs_at_the_end_does_not_hang_for_ever(run: Run) -> None:
     assert done.returncode in (70, 1)  # 1 if faulthandler was first
     assert "bad row" in done.stderr
     assert time.monotonic() - begin > 4  # what ends in time is not disturbed
-
-
-def test_who_has_not_failed_may_take_long(run: Run) -> None:
-    earlier = "import atexit, time\natexit.register(time.sleep, 6)\n"
-    assert run(earlier + INSTALL).returncode == 0
 
 
 def test_a_thread_that_does_not_end_is_shown(run: Run) -> None:

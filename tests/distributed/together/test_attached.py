@@ -3,18 +3,19 @@
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import pipework
 from pipework import Mesh
+from tests.distributed.together.alike import other_gradients, square
+from tests.jobs import runs_on
 
-Run = Callable[..., list[Any]]
 Batch = dict[str, Tensor]
 
 
@@ -60,13 +61,23 @@ class TiedNet(Net):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
-def own_batch() -> Batch:
-    ids = torch.randint(0, 11, (8, 6))
-    return {"ids": ids, "labels": ids.roll(1, 1)}
+def batch_of(name: str) -> Batch:
+    if name in OWN:
+        ids = torch.randint(0, 11, (8, 6))
+        return {"ids": ids, "labels": ids.roll(1, 1)}
+    ids = torch.randint(1, 37, (8, 7))
+    mask = torch.ones_like(ids)
+    mask[3, 5:] = mask[6, 2:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def pretrained(name: str) -> nn.Module:
-    """A tiny model of transformers."""
+OWN = {"own": Net, "own, tied": TiedNet}
+
+
+def model_of(name: str) -> nn.Module:
+    """One of the above, or a tiny one of transformers."""
+    if name in OWN:
+        return OWN[name]()
     import transformers
 
     sizes = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -75,19 +86,6 @@ def pretrained(name: str) -> nn.Module:
         return transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
     config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, tie_word_embeddings="tied" in name)
     return transformers.LlamaForCausalLM(config)
-
-
-def text_batch() -> Batch:
-    ids = torch.randint(1, 37, (8, 7))
-    mask = torch.ones_like(ids)
-    mask[3, 5:] = mask[6, 2:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def balance_of(model: nn.Module, sample: Any, ranks: int) -> list[int]:
-    units = len(pipework.to_sequential(model, sample))
-    ends = [units * end // ranks for end in range(ranks + 1)]
-    return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def steps(model: nn.Module, batches: list[Batch], optimizer: torch.optim.Optimizer) -> list[float]:
@@ -103,75 +101,60 @@ def steps(model: nn.Module, batches: list[Batch], optimizer: torch.optim.Optimiz
     return losses
 
 
-def shared_by_stages(pipe: pipework.Pipe) -> set[int]:
-    """The ids of the parameters that several stages use."""
-    counts = Counter(id(parameter) for part in pipe.partitions for parameter in part.parameters())
-    return {which for which, count in counts.items() if count > 1}
+CASES = {
+    "own": [(2, "1f1b"), (2, "zb-v"), (2, "gpipe"), (4, "1f1b"), (4, "zb-h1")],
+    "own, tied": [(2, "1f1b"), (2, "zb-v"), (4, "zb-h1")],
+    "llama": [(2, "zb-v"), (4, "1f1b")],
+    "llama, tied": [(2, "1f1b"), (4, "1f1b")],
+    "bert": [(2, "1f1b")],
+}
 
 
-def compare(mesh: Mesh, make: Callable[[], nn.Module], batch_of: Callable[[], Batch], schedule: str) -> None:
-    model, batches = make(), [batch_of() for _ in range(3)]
-    single = copy.deepcopy(model)
+@pytest.mark.parametrize(
+    ("name", "ranks", "schedule"), [(name, *case) for name, cases in CASES.items() for case in cases]
+)
+@runs_on(patience=120.0)
+def test_it_trains_as_in_one_process(mesh: Mesh, name: str, schedule: str) -> None:
+    model, batches = model_of(name), [batch_of(name) for _ in range(3)]
+    single, workers = copy.deepcopy(model), len(mesh.ranks)
+    units, stages = len(pipework.to_sequential(model, batches[0])), workers * (2 if schedule == "zb-v" else 1)
+    ends = [units * end // stages for end in range(stages + 1)]
     options: dict[str, Any] = {"chunks": 4, "schedule": schedule}
-    workers = len(mesh.ranks)
-    stages = 2 * workers if schedule == "zb-v" else workers
-    options["balance"] = balance_of(model, batches[0], stages)
+    options["balance"] = [end - begin for begin, end in itertools.pairwise(ends)]
     early = torch.optim.AdamW(model.parameters())
     threads = pipework.attach(single, batches[0], devices=["cpu"] * workers, **options)
     pipe = pipework.attach(model, batches[0], mesh=mesh, **options)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, single)]
     named = dict(single.named_parameters(remove_duplicate=False))
-    tied = shared_by_stages(threads)
+    counts = Counter(id(parameter) for part in threads.partitions for parameter in part.parameters())
+    tied = {which for which, count in counts.items() if count > 1}
     batches = batches[:1] if tied else batches  # gradients of tied parameters are added in another order
     own = dict(model.named_parameters())
-    ids = {id(parameter) for parameter in pipe.parameters()}
-    assert {id(parameter) for parameter in own.values()} == ids
+    assert {id(parameter) for parameter in own.values()} == {id(parameter) for parameter in pipe.parameters()}
     assert 0 < len(own) < len(named)
 
     state = torch.get_rng_state()
     expected = steps(single, batches, optimizers[1])
     torch.set_rng_state(state)
     assert steps(model, batches, optimizers[0]) == expected
-    for name, parameter in own.items():
-        gradient = named[name].grad
-        if id(named[name]) in tied:
-            torch.testing.assert_close(parameter.grad, gradient)
+    others = other_gradients(model, single)
+    assert {*others} <= {each for each in own if id(named[each]) in tied}
+    for each, parameter in own.items():
+        if id(named[each]) in tied:
+            torch.testing.assert_close(parameter.grad, named[each].grad)
         else:
-            assert gradient is None if parameter.grad is None else torch.equal(parameter.grad, gradient), name
-            assert torch.equal(parameter, named[name]), name
+            assert torch.equal(parameter, named[each]), each
     with pytest.raises(RuntimeError, match=r"has \d+ parameters of layers that are in other processes \(rank"):
         early.step()
 
     for each in (model, single):
         each.eval()
     with torch.no_grad():
-        inputs = {name: value for name, value in batches[0].items() if name != "labels"}
+        inputs = {key: value for key, value in batches[0].items() if key != "labels"}
         for batch in (batches[0], inputs):  # every rank gets what the model returns
-            output, wanted = (torch.utils._pytree.tree_leaves(each(**batch)) for each in (model, single))
+            output, wanted = (tree_leaves(each(**batch)) for each in (model, single))
             assert len(output) == len(wanted) > 0
-            for value, expected in zip(output, wanted, strict=True):
-                torch.testing.assert_close(value, expected, rtol=1e-4 if tied else 0, atol=1e-5 if tied else 0)
-
-
-def own_modules(mesh: Mesh, schedules: list[str]) -> None:
-    for schedule, make in itertools.product(schedules, (Net, TiedNet)):
-        compare(mesh, make, own_batch, schedule)
-
-
-def pretrained_models(mesh: Mesh, schedules: list[str]) -> None:
-    for name in ("llama", "tied llama", "bert"):
-        for schedule in schedules:
-            compare(mesh, lambda name=name: pretrained(name), text_batch, schedule)
-
-
-@pytest.mark.parametrize(("ranks", "schedules"), [(2, ["1f1b", "zb-v", "gpipe"]), (4, ["1f1b", "zb-h1"])])
-def test_own_modules(on_ranks: Run, ranks: int, schedules: list[str]) -> None:
-    on_ranks(ranks, own_modules, schedules=schedules)
-
-
-@pytest.mark.parametrize(("ranks", "schedules"), [(2, ["1f1b", "zb-v"]), (4, ["1f1b"])])
-def test_models_of_transformers(on_ranks: Run, ranks: int, schedules: list[str]) -> None:
-    on_ranks(ranks, pretrained_models, patience=120.0, schedules=schedules)
+            torch.testing.assert_close(output, wanted, rtol=1e-4 if tied else 0, atol=1e-5 if tied else 0)
 
 
 class Large(nn.Module):
@@ -193,7 +176,8 @@ def memory(key: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
-def from_meta(mesh: Mesh) -> list[float]:
+@runs_on(2, fresh=True)
+def test_each_rank_fills_its_own_units_of_a_model_on_the_meta_device(mesh: Mesh) -> list[float]:
     with torch.device("meta"):
         model = Large()
     batch = {"x": torch.randn(2, 1024), "labels": torch.randn(2, 1024)}
@@ -213,54 +197,56 @@ def from_meta(mesh: Mesh) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses
-
-
-def test_each_rank_fills_its_own_units_of_a_model_on_the_meta_device(on_ranks: Run) -> None:
-    (losses, *others) = on_ranks(2, from_meta)
-    assert others == [losses]
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Large()
     batch = {"x": torch.randn(2, 1024), "labels": torch.randn(2, 1024)}
     pipework.attach(model, batch, chunks=2, devices=["cpu"] * 3)
     assert model(**batch).item() == losses[0]
+    return losses
 
 
-def refusals(mesh: Mesh) -> None:
-    model = Net()
-    pipe = pipework.attach(model, own_batch(), chunks=2, balance=[4, 4], mesh=mesh)
-    gone, other = (("blocks.3", 1), ("blocks.2", 0))[:: 1 - 2 * mesh.rank][0], 1 - mesh.rank
-    assert gone[1] == other
-    text = rf"layer '{gone[0]}' \(Sequential\) has no values in this process: rank {other} trains it"
-    with pytest.raises(RuntimeError, match=text):
-        model.get_submodule(gone[0])(torch.ones(2, 8))
-    with pytest.raises(RuntimeError, match=text):
-        model.get_submodule(gone[0]).state_dict()
-    for refused in (model.state_dict, lambda: copy.deepcopy(model)):
-        with pytest.raises(RuntimeError, match=r"pipework\.save_checkpoint saves those of all"):
-            refused()
-    with pytest.raises(
-        RuntimeError, match=r"layers of this Net are in other processes, and it cannot be moved.*PipeTr"
+@runs_on(2)
+def test_what_a_rank_without_all_units_refuses(mesh: Mesh) -> None:
+    model, batch = Net(), batch_of("own")
+    pipe = pipework.attach(model, batch, chunks=2, balance=[4, 4], mesh=mesh)
+    gone, other = [("blocks.3", 1), ("blocks.2", 0)][mesh.rank]
+    text = rf"layer '{gone}' \(Sequential\) has no values in this process: rank {other} trains it"
+    saves = r"pipework\.save_checkpoint saves those of all"
+    for words, refused in (
+        (text, lambda: model.get_submodule(gone)(torch.ones(2, 8))),
+        (text, lambda: model.get_submodule(gone).state_dict()),
+        (saves, model.state_dict),
+        (saves, lambda: copy.deepcopy(model)),
+        (
+            r"layers of this Net are in other processes, and it cannot be moved.*PipeTr",
+            lambda: model.to("cpu"),
+        ),
+        (
+            r"Load a state dict into the model before the pipe is made",
+            lambda: model.load_state_dict(pipe.state_dict()),
+        ),
+        (
+            r"layers that are in other processes \(rank .*: blocks\.",
+            lambda: torch.optim.SGD(model.blocks.parameters(), lr=0.1).step(),
+        ),
     ):
-        model.to("cpu")
-    with pytest.raises(RuntimeError, match=r"Load a state dict into the model before the pipe is made"):
-        model.load_state_dict(pipe.state_dict())
-    with pytest.raises(RuntimeError, match=r"layers that are in other processes \(rank .*: blocks\."):
-        torch.optim.SGD(model.blocks.parameters(), lr=0.1).step()
+        with pytest.raises(RuntimeError, match=words):
+            refused()
     names = {"scale", "embed.weight"} if mesh.rank == 0 else {"head.weight", "temperature", "scale"}
     assert names <= pipe.state_dict().keys()
     assert model.temperature.is_meta == (mesh.rank == 0)
     assert model.scale is pipe[0].get_submodule("model").scale
     with pytest.raises(ValueError, match="a pipe is attached to this Net already"):
-        pipework.attach(model, own_batch(), mesh=mesh)
+        pipework.attach(model, batch, mesh=mesh)
     del model.__dict__["forward"]
     with pytest.raises(ValueError, match=r"gave up its values when a pipe was made of this model before: rank \d has"):
-        pipework.attach(model, own_batch(), balance=[5, 3], mesh=mesh)
+        pipework.attach(model, batch, balance=[5, 3], mesh=mesh)
 
 
-def pretrained_refusals(mesh: Mesh, folder: str) -> None:
-    model, batch = pretrained("llama"), text_batch()
+@runs_on(2, patience=120.0)
+def test_what_a_model_of_transformers_refuses_without_all_units(mesh: Mesh, folder: str) -> None:
+    model, batch = model_of("llama"), batch_of("llama")
     pipework.attach(model, batch, chunks=2, mesh=mesh)
     model.eval()
     with pytest.raises(RuntimeError, match=r"from_pretrained\(folder\)"):
@@ -269,20 +255,11 @@ def pretrained_refusals(mesh: Mesh, folder: str) -> None:
         model.save_pretrained(Path(folder) / str(mesh.rank))
 
 
-def test_what_a_rank_without_all_units_refuses(on_ranks: Run, tmp_path: Path) -> None:
-    on_ranks(2, refusals)
-    on_ranks(2, pretrained_refusals, patience=120.0, folder=str(tmp_path))
-
-
-def one_thread(mesh: Mesh) -> float:
+@runs_on(2)
+def test_one_thread_where_each_process_has_one_worker(mesh: Mesh) -> float:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    pipe = pipework.Pipe(model, 4, schedule="1f1b", loss_fn=nn.functional.mse_loss, mesh=mesh, debug="one_thread")
+    pipe = pipework.Pipe(model, 4, schedule="1f1b", loss_fn=square, mesh=mesh, debug="one_thread")
     x = torch.linspace(-1, 1, 32).view(8, 4)
     loss = pipe(x, target=x)
     loss.backward()
     return loss.item()
-
-
-def test_one_thread_where_each_process_has_one_worker(on_ranks: Run) -> None:
-    first, second = on_ranks(2, one_thread)
-    assert first == second

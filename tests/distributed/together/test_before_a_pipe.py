@@ -1,7 +1,5 @@
 """What comes before a pipe of processes, also another pipe: all ranks get the gradients of its inputs."""
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +9,8 @@ from torch.nn import functional
 
 from pipework import Mesh, MicroBatches, Pipe, PipelineError
 from pipework.distributed.transport.rank_transport import RankTransport
-
-Run = Callable[..., list[Any]]
+from tests.distributed.together.alike import both, other_gradients, refused
+from tests.jobs import runs_on
 
 
 def layers(first: int = 6, last: int = 3) -> nn.Sequential:
@@ -20,7 +18,7 @@ def layers(first: int = 6, last: int = 3) -> nn.Sequential:
     return nn.Sequential(nn.Linear(first, 8), *hidden, nn.Linear(8, last))
 
 
-class Net:
+class Net(nn.Module):
     """A module, a pipe, another module and a second pipe, one after the other.
 
     Args:
@@ -29,13 +27,13 @@ class Net:
     """
 
     def __init__(self, workers: dict[str, Any], schedule: str) -> None:
+        super().__init__()
         torch.manual_seed(3)
         self.before, self.between = nn.Linear(4, 6), nn.Linear(5, 6)
         self.first = Pipe(layers(last=5), 4, **workers)
         self.second = Pipe(layers(), 4, schedule=schedule, loss_fn=functional.cross_entropy, **workers)
         self.inside = schedule != "gpipe"
         self.everywhere = {"outputs": "all"} if "mesh" in workers else {}
-        self.modules = {"before": self.before, "between": self.between, "first": self.first, "second": self.second}
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         value = self.between(self.first(self.before(x).relu(), **self.everywhere)).relu()
@@ -43,48 +41,36 @@ class Net:
             return self.second(value, target=y)
         return functional.cross_entropy(self.second(value, **self.everywhere), y)
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return {f"{place}.{name}": p for place, module in self.modules.items() for name, p in module.named_parameters()}
 
-
-def chain(mesh: Mesh, schedule: str) -> None:
-    threads = Net({"devices": ["cpu"] * len(mesh.ranks)}, schedule)
-    ranks = Net({"mesh": mesh}, schedule)
-    optimizers = [torch.optim.AdamW(net.parameters().values(), lr=0.01) for net in (ranks, threads)]
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (3, "gpipe"), (3, "interleaved-1f1b"), (2, "zb-v")])
+@runs_on()
+def test_modules_and_pipes_before_a_pipe_train_as_in_one_process(mesh: Mesh, schedule: str) -> None:
+    nets = ranks, threads = [Net({"mesh": mesh}, schedule), Net({"devices": ["cpu"] * len(mesh.ranks)}, schedule)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
     for step, rows in enumerate((8, 8, 5, 2)):
         x, y = torch.randn(rows, 4), torch.randint(3, (rows,))
         losses = []
-        for net in (ranks, threads):
+        for net in nets:
             torch.manual_seed(step)
             losses.append(net.loss(x, y))
             (losses[-1] * 0.3 if step else losses[-1]).backward(retain_graph=step == 2)
             if step == 2:
                 losses[-1].backward()
         assert torch.equal(*losses)
-        expected = threads.parameters()
-        for name, parameter in ranks.parameters().items():
-            assert torch.equal(parameter.grad, expected[name].grad), (step, name)
+        assert other_gradients(ranks, threads) == []
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    expected = threads.parameters()
-    for name, parameter in ranks.parameters().items():
-        assert torch.equal(parameter, expected[name]), name
-
-
-@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (3, "gpipe"), (3, "interleaved-1f1b"), (2, "zb-v")])
-def test_modules_and_pipes_before_a_pipe_train_as_in_one_process(on_ranks: Run, ranks: int, schedule: str) -> None:
-    on_ranks(ranks, chain, schedule=schedule)
+    for name, parameter in ranks.named_parameters():
+        assert torch.equal(parameter, threads.get_parameter(name)), name
 
 
 class Both:
     """A pipe of this mesh and one of threads, with the same input in parts that require a gradient."""
 
-    def __init__(self, mesh: Mesh, schedule: str = "1f1b", **options: Any) -> None:
-        options = {"schedule": schedule, "loss_fn": functional.cross_entropy, **options}
-        module = layers(first=4)
-        self.threads = Pipe(copy.deepcopy(module), 4, devices=["cpu"] * len(mesh.ranks), **options)
-        self.pipe = Pipe(module, 4, mesh=mesh, **options)
+    def __init__(self, mesh: Mesh, **options: Any) -> None:
+        options = {"schedule": "1f1b", "loss_fn": functional.cross_entropy, **options}
+        self.pipe, self.threads = both(layers(first=4), mesh, **options)
         self.mine, self.theirs = (torch.ones(8, 4).cumsum(0).sin().requires_grad_() for _ in range(2))
         self.y = torch.arange(8) % 3
 
@@ -96,46 +82,54 @@ class Both:
         return loss, self.threads(self.theirs, target=self.y)
 
 
-def some_want_gradients(mesh: Mesh) -> None:
-    """Who reads nothing may leave the input out, or detach it."""
-    both = Both(mesh)
-    for others in (None, both.mine.detach(), both.mine):
-        both.mine.grad = both.theirs.grad = None
-        loss, expected = both.losses(both.mine if both.pipe.is_first else others)
+of_two_or_three = pytest.mark.parametrize("ranks", [2, 3])
+
+
+@of_two_or_three
+@runs_on()
+def test_who_reads_no_input_may_leave_it_out_or_detach_it(mesh: Mesh) -> None:
+    pair = Both(mesh)
+    for others in (None, pair.mine.detach(), pair.mine):
+        pair.mine.grad = pair.theirs.grad = None
+        loss, expected = pair.losses(pair.mine if pair.pipe.is_first else others)
         (loss * 3.0).backward()
         (expected * 3.0).backward()
-        assert (both.mine.grad is None) == (others is not both.mine and not both.pipe.is_first)
-        if both.mine.grad is not None:
-            assert torch.equal(both.mine.grad, both.theirs.grad)
+        assert (pair.mine.grad is None) == (others is not pair.mine and not pair.pipe.is_first)
+        if pair.mine.grad is not None:
+            assert torch.equal(pair.mine.grad, pair.theirs.grad)
 
 
-def one_asks_alone(mesh: Mesh) -> None:
+@of_two_or_three
+@runs_on()
+def test_one_rank_alone_may_ask_for_the_gradient_of_an_input(mesh: Mesh) -> None:
     """With the loss inside the gradient is there: a rank gets it without the others."""
-    both = Both(mesh)
+    pair = Both(mesh)
     for mode in (True, False):
-        both.pipe.train(mode)
-        both.threads.train(mode)
-        loss, expected = both.losses()
-        if not both.pipe.is_first:
+        pair.pipe.train(mode)
+        pair.threads.train(mode)
+        loss, expected = pair.losses()
+        if not pair.pipe.is_first:
             assert torch.equal(
-                *(torch.autograd.grad(*each)[0] for each in ((loss, both.mine), (expected, both.theirs)))
+                *(torch.autograd.grad(*each)[0] for each in ((loss, pair.mine), (expected, pair.theirs)))
             )
     with torch.no_grad():
-        assert not both.losses()[0].requires_grad
+        assert not pair.losses()[0].requires_grad
 
 
-def given_micro_batches(mesh: Mesh) -> None:
+@of_two_or_three
+@runs_on()
+def test_gradients_of_given_micro_batches(mesh: Mesh) -> None:
     """One tensor is in two of them."""
-    both = Both(mesh, loss_weight=torch.numel)
-    pairs = [[each[:3], each[3:], each] for each in (both.mine, both.theirs)]
+    pair = Both(mesh, loss_weight=torch.numel)
+    pairs = [[each[:3], each[3:], each] for each in (pair.mine, pair.theirs)]
     losses = []
-    for pipe, parts in zip((both.pipe, both.threads), pairs, strict=True):
+    for pipe, parts in zip((pair.pipe, pair.threads), pairs, strict=True):
         torch.manual_seed(1)
-        targets = MicroBatches([both.y[:3], both.y[3:], both.y])
+        targets = MicroBatches([pair.y[:3], pair.y[3:], pair.y])
         losses.append(pipe(MicroBatches(parts), target=targets))
         losses[-1].backward()
     assert torch.equal(*losses)
-    assert torch.equal(both.mine.grad, both.theirs.grad)
+    assert torch.equal(pair.mine.grad, pair.theirs.grad)
 
 
 class Adds(nn.Module):
@@ -143,84 +137,55 @@ class Adds(nn.Module):
         return x + shift
 
 
-def by_name(mesh: Mesh) -> None:
-    module = nn.Sequential(Adds(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+@of_two_or_three
+@runs_on()
+def test_the_gradient_of_an_input_with_a_name(mesh: Mesh) -> None:
     grads = []
-    for workers in ({"mesh": mesh}, {"devices": ["cpu"] * len(mesh.ranks)}):
-        pipe = Pipe(copy.deepcopy(module), 2, schedule="1f1b", loss_fn=functional.cross_entropy, **workers)
+    for pipe in both(nn.Sequential(Adds(), nn.Linear(4, 4), nn.Linear(4, 3)), mesh, loss_fn=functional.cross_entropy):
         shift = torch.ones(6, 4, requires_grad=True)
         pipe(torch.ones(6, 4), shift=shift, target=torch.arange(6) % 3).backward()
         grads.append(shift.grad)
     assert torch.equal(*grads)
 
 
-def without_gradients(mesh: Mesh) -> None:
-    """Nothing is sent for inputs that need none."""
-    both = Both(mesh)
-    del RankTransport._share_input_gradients
-    both.losses(both.mine.detach())[0].backward()
+@runs_on(2)
+def test_nothing_is_sent_for_inputs_that_need_no_gradient(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Both(mesh)
+    monkeypatch.delattr(RankTransport, "_share_input_gradients")
+    pair.losses(pair.mine.detach())[0].backward()
     with torch.no_grad():
-        both.losses()
+        pair.losses()
 
 
-BODIES = [some_want_gradients, one_asks_alone, given_micro_batches, by_name, without_gradients]
-
-
-def every_body(mesh: Mesh) -> None:
-    for body in BODIES:
-        torch.manual_seed(0)
-        body(mesh)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_who_wants_the_gradient_of_an_input_gets_it(on_ranks: Run, ranks: int) -> None:
-    on_ranks(ranks, every_body)
-
-
-def of_replicas(mesh: Mesh) -> None:
-    both = Both(mesh)
+@runs_on(4, dp=2)
+def test_each_replica_gets_the_gradients_of_its_own_inputs(mesh: Mesh) -> None:
+    pair = Both(mesh)
     with torch.no_grad():
-        for each in (both.mine, both.theirs):
-            each += both.pipe.data_parallel_rank
-    loss, expected = both.losses()
+        for each in (pair.mine, pair.theirs):
+            each += pair.pipe.data_parallel_rank
+    loss, expected = pair.losses()
     loss.backward()
     expected.backward()
-    assert torch.equal(both.mine.grad, both.theirs.grad)
-
-
-def test_each_replica_gets_the_gradients_of_its_own_inputs(on_ranks: Run) -> None:
-    on_ranks(4, of_replicas, init={"dp": 2})
-
-
-def first_detaches(mesh: Mesh, other: str) -> str:
-    both = Both(mesh)
-    inputs = {"detached": both.mine.detach(), "shorter": both.mine[:7], "others": both.mine * 2}
-    with pytest.raises((ValueError, PipelineError)) as error:
-        both.pipe(inputs[other] if both.pipe.is_first else both.mine, target=both.y[: len(inputs[other])])
-    return str(error.value)
+    assert torch.equal(pair.mine.grad, pair.theirs.grad)
 
 
 @pytest.mark.parametrize("other", ["detached", "shorter", "others"])
-def test_a_gradient_that_the_first_rank_does_not_compute_is_refused(start: Callable[..., Any], other: str) -> None:
-    # Of a shorter batch both may be seen first: that it is another, and that its gradient is.
+@runs_on(3)
+def test_a_gradient_that_the_first_rank_does_not_compute_is_refused(mesh: Mesh, other: str) -> None:
+    pair = Both(mesh)
+    inputs = {"detached": pair.mine.detach(), "shorter": pair.mine[:7], "others": pair.mine * 2}
     words = {"detached": "an input requires a gradient on rank ", "others": "was given other inputs than rank "}
-    for ended in start(3, first_detaches, other=other).ended():
-        assert any(each in ended.result for name, each in words.items() if other in (name, "shorter")), ended.errors
+    # Of a shorter batch both may be seen first: that it is another, and that its gradient is.
+    with refused(words.get(other, "|".join(words.values()))):
+        pair.pipe(inputs[other] if pair.pipe.is_first else pair.mine, target=pair.y[: len(inputs[other])])
 
 
-def chained_on_one(mesh: Mesh) -> str:
-    """One rank alone goes back into the first pipe."""
+@runs_on(2)
+def test_a_pipe_that_only_some_go_back_into_is_noticed(mesh: Mesh) -> None:
     net = Net({"mesh": mesh}, "1f1b")
-    try:
+    with refused(None, PipelineError) as caught:
         for _ in range(3):
             value = net.first(net.before(torch.ones(8, 4)), outputs="all")
             value = net.between(value if net.first.is_first else value.detach())
             net.second(value, target=torch.arange(8) % 3).backward()
-    except PipelineError as error:
-        return error.kind
-    return ""
-
-
-def test_a_pipe_that_only_some_go_back_into_is_noticed(start: Callable[..., Any]) -> None:
-    for ended in start(2, chained_on_one).ended():
-        assert ended.result in ("disagreement", "left"), ended.errors
+    assert caught.value.kind in ("disagreement", "left")

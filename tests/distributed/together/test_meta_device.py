@@ -1,21 +1,20 @@
 """Sharded layers that were built on the meta device: the mesh does not change their values, and no stage is whole."""
 
 import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from pipework import Mesh, Pipe, load_checkpoint, save_checkpoint
-
-Run = Callable[..., list[Any]]
+from tests.distributed.together.alike import whole
+from tests.jobs import runs_on
 
 
 class Block(nn.Module):
@@ -37,56 +36,42 @@ def model(width: int, count: int, mesh: Any = None) -> nn.Sequential:
     return layers
 
 
-def same_values(mesh: Mesh, folder: str) -> list[str]:
-    problems = []
+def pipe_of(layers: nn.Sequential, mesh: Any) -> Pipe:
+    return Pipe(layers, 2, schedule="1f1b", loss_fn=F.mse_loss, mesh=mesh)
+
+
+@pytest.mark.parametrize("shape", [[2, 2, 1], [2, 1, 2], [1, 2, 2]])
+@runs_on(4)
+def test_the_values_do_not_depend_on_the_mesh(mesh: Mesh, shape: list[int], folder: str) -> None:
     torch.manual_seed(1)
     plain = Pipe(model(8, 4), 2, balance=[2, 2], devices=["cpu", "cpu"])
-    for shape in ((2, 2, 1), (2, 1, 2), (1, 2, 2)):
-        whole = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp", "tp"))
-        torch.manual_seed(1)
-        layers = model(8, 4, whole)
-        held = dict(layers.named_parameters())
-        options: dict[str, Any] = {
-            "balance": [4 // shape[1]] * shape[1], "schedule": "1f1b", "loss_fn": F.mse_loss, "mesh": whole,
-        }  # fmt: skip
-        pipe = Pipe(layers, 2, **options)
-        for name, parameter in pipe.named_parameters():
-            if parameter is not held[name]:
-                problems.append(f"{shape}: {name} is another object")
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if not torch.equal(full, plain.get_parameter(name)):
-                problems.append(f"{shape}: {name} differs")
-        optimizer = torch.optim.AdamW(pipe.parameters())
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-        pipe(x, target=x).backward()
-        optimizer.step()
-        save_checkpoint(Path(folder) / str(shape), pipe, optimizer, step=1)
-        saved = [each.full_tensor() if isinstance(each, DTensor) else each.clone() for each in pipe.parameters()]
-        again = Pipe(model(8, 4, whole), 2, **options)
-        load_checkpoint(Path(folder) / str(shape), again, torch.optim.AdamW(again.parameters()))
-        for (name, parameter), wanted in zip(again.named_parameters(), saved, strict=True):
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if not torch.equal(full, wanted):
-                problems.append(f"{shape}: {name} was not loaded")
-    return problems
+    device_mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("dp", "pp", "tp"))
+    torch.manual_seed(1)
+    layers = model(8, 4, device_mesh)
+    held = dict(layers.named_parameters())
+    pipe = pipe_of(layers, device_mesh)
+    for name, parameter in pipe.named_parameters():
+        assert parameter is held[name]
+        assert torch.equal(whole(parameter), plain.get_parameter(name)), name
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    pipe(x, target=x).backward()
+    optimizer.step()
+    save_checkpoint(Path(folder), pipe, optimizer, step=1)
+    saved = [whole(each).clone() for each in pipe.parameters()]
+    again = pipe_of(model(8, 4, device_mesh), device_mesh)
+    load_checkpoint(Path(folder), again, torch.optim.AdamW(again.parameters()))
+    for (name, parameter), wanted in zip(again.named_parameters(), saved, strict=True):
+        assert torch.equal(whole(parameter), wanted), name
 
 
-def peak(mesh: Mesh) -> list[float]:
-    """The growth of the resident set in units of a stage's weights: two stages of eight layers over two replicas."""
-    whole = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
-    warm = Pipe(model(8, 2, whole), 2, balance=[1, 1], schedule="1f1b", loss_fn=F.mse_loss, mesh=whole)
-    warm(torch.ones(2, 8), target=torch.ones(2, 8))
+@runs_on(4, fresh=True)
+def test_no_process_holds_a_whole_stage(mesh: Mesh) -> None:
+    """The growth of the resident set beside a stage's weights: two stages of eight layers over two replicas."""
+    device_mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
+    pipe_of(model(8, 2, device_mesh), device_mesh)(torch.ones(2, 8), target=torch.ones(2, 8))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    pipe = Pipe(model(384, 16, whole), 2, balance=[8, 8], schedule="1f1b", loss_fn=F.mse_loss, mesh=whole)
+    pipe = pipe_of(model(384, 16, device_mesh), device_mesh)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    return [grown / sum(each.numel() * 4 for each in pipe.parameters())]
-
-
-def test_the_values_do_not_depend_on_the_mesh(on_ranks: Run, tmp_path: Path) -> None:
-    for problems in on_ranks(4, same_values, folder=str(tmp_path)):
-        assert not problems
-
-
-def test_no_process_holds_a_whole_stage(on_ranks: Run) -> None:
-    for (stages,) in on_ranks(4, peak):
-        assert stages < 0.95  # half of it, one whole layer, and what is sent to compare replicas
+    # Half of it, one whole layer, and what is sent to compare replicas.
+    assert grown < 0.95 * sum(each.numel() * 4 for each in pipe.parameters())

@@ -1,17 +1,13 @@
 """A pipe whose workers are processes computes what one whose workers are threads does, to the last bit."""
 
-import copy
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from pipework import Mesh, MicroBatches, Pipe
-
-Run = Callable[..., list[Any]]
+from pipework import Mesh, MicroBatches
+from tests.distributed.together.alike import both, other_gradients
+from tests.jobs import runs_on
 
 
 def model() -> nn.Sequential:
@@ -19,18 +15,13 @@ def model() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(16, 4))
 
 
-def train(mesh: Mesh, schedule: str) -> list[float]:
-    module = model()
-    threads = Pipe(
-        copy.deepcopy(module),
-        chunks=4,
-        loss_fn=functional.cross_entropy,
-        schedule=schedule,
-        devices=["cpu"] * len(mesh.ranks),
-    )
-    pipe = Pipe(module, chunks=4, loss_fn=functional.cross_entropy, schedule=schedule, mesh=mesh)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-v"])
+@runs_on()
+def test_training_in_processes_is_training_in_threads(mesh: Mesh, schedule: str) -> list[float]:
+    pipes = pipe, threads = both(model(), mesh, schedule=schedule, loss_fn=functional.cross_entropy)
     assert len(list(pipe.parameters())) < len(list(threads.parameters())) or len(mesh.ranks) == 1
-    optimizers = [torch.optim.AdamW(each.parameters()) for each in (pipe, threads)]
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in pipes]
     losses = []
     for rows in (16, 16, 9, 3, 16):  # changing sizes, and fewer rows than chunks
         x, y = torch.randn(rows, 16), torch.randint(0, 4, (rows,))
@@ -42,91 +33,60 @@ def train(mesh: Mesh, schedule: str) -> list[float]:
         assert torch.equal(loss, expected)
         for each in (loss, expected):
             each.backward()
-        for name, parameter in pipe.named_parameters():
-            assert torch.equal(parameter.grad, threads.get_parameter(name).grad), name
+        assert other_gradients(*pipes) == []
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-    for each in (pipe, threads):
+    for each in pipes:
         each.eval()
     with torch.no_grad():
-        expected = threads(x)
-        assert torch.equal(pipe(x, outputs="all"), expected)
-        output = pipe(x)
-        assert (output is not None) == pipe.is_last
-        evaluated = pipe(x, target=y)
-        assert torch.equal(evaluated, threads(x, target=y))
+        assert torch.equal(pipe(x, outputs="all"), threads(x))
+        assert (pipe(x) is not None) == pipe.is_last
+        assert torch.equal(pipe(x, target=y), threads(x, target=y))
     return losses
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-v"])
-def test_training_in_processes_is_training_in_threads(on_ranks: Run, schedule: str, ranks: int) -> None:
-    losses = on_ranks(ranks, train, schedule=schedule)
-    assert losses == losses[:1] * ranks
-
-
-def loss_outside(mesh: Mesh) -> None:
-    module = model()
-    threads = Pipe(copy.deepcopy(module), chunks=4, devices=["cpu", "cpu"])
-    pipe = Pipe(module, chunks=4, mesh=mesh)
+@runs_on(2)
+def test_a_loss_outside_is_computed_on_every_rank(mesh: Mesh) -> None:
+    pipes = pipe, threads = both(model(), mesh)
     x, y = torch.randn(16, 16), torch.randint(0, 4, (16,))
     with pytest.raises(ValueError, match='outputs="all"'):
         pipe(x)
     for each, options in ((threads, {}), (pipe, {"outputs": "all"})):
         torch.manual_seed(1)
         functional.cross_entropy(each(x, **options), y).backward()
-    for name, parameter in pipe.named_parameters():
-        assert torch.equal(parameter.grad, threads.get_parameter(name).grad), name
+    assert other_gradients(*pipes) == []
 
 
-def test_a_loss_outside_is_computed_on_every_rank(on_ranks: Run) -> None:
-    on_ranks(2, loss_outside)
-
-
-def mean_of_squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def mean_of_squares(output: Tensor, target: Tensor) -> Tensor:
     return (output.flatten(0, -2).mean(1) - target.flatten()).square().mean()
 
 
-def train_given(mesh: Mesh) -> list[float]:
+@pytest.mark.parametrize("ranks", [2, 3])
+@runs_on()
+def test_micro_batches_that_one_rank_has_made(mesh: Mesh) -> list[float]:
     """The first rank alone has the inputs, and the last one the targets; shapes and numbers change."""
-    module = model()
-    options = {"schedule": "1f1b", "loss_fn": mean_of_squares}
-    threads = Pipe(copy.deepcopy(module), 4, devices=["cpu"] * len(mesh.ranks), **options)
-    pipe = Pipe(copy.deepcopy(module), 4, mesh=mesh, **options)
-    weighted = [
-        Pipe(each, 4, **place, **options, loss_weight=torch.numel)
-        for each, place in ((copy.deepcopy(module), {"devices": ["cpu"] * len(mesh.ranks)}), (module, {"mesh": mesh}))
-    ]
+    plain = both(model(), mesh, schedule="1f1b", loss_fn=mean_of_squares)
+    weighted = both(model(), mesh, schedule="1f1b", loss_fn=mean_of_squares, loss_weight=torch.numel)
     losses = []
     rows, packed = [(3,), (1,), (5,)], [(2, 3), (7,), (1, 1, 4)]
-    for shapes, (here, there) in ((rows, (pipe, threads)), (packed, weighted[::-1]), (packed[:2], weighted[::-1])):
-        x, y = [torch.randn(*shape, 16) for shape in shapes], [torch.randn(shape) for shape in shapes]
+    for shapes, (here, there) in ((rows, plain), (packed, weighted), (packed[:2], weighted)):
+        x, y = ([torch.randn(*shape, *more) for shape in shapes] for more in ((16,), ()))
         torch.manual_seed(1)
         expected = there(MicroBatches(x), target=MicroBatches(y))
         torch.manual_seed(1)
-        loss, outputs = here(
-            MicroBatches(x) if here.is_first else None,
-            target=MicroBatches(y) if here.is_last else None,
-            return_output=True,
-        )
+        inputs = MicroBatches(x) if here.is_first else None
+        loss, outputs = here(inputs, target=MicroBatches(y) if here.is_last else None, return_output=True)
         assert torch.equal(loss, expected)
         assert (outputs is None) == (not here.is_last)
         for each in (loss, expected):
             each.backward()
-        for name, parameter in here.named_parameters():
-            assert torch.equal(parameter.grad, there.get_parameter(name).grad), name
-        here.zero_grad()
-        there.zero_grad()
+        assert other_gradients(here, there) == []
+        for each in (here, there):
+            each.zero_grad()
         with torch.no_grad():
-            outputs = here(MicroBatches(x) if here.is_first else None, outputs="all")
+            outputs = here(inputs, outputs="all")
         assert [tuple(each.shape) for each in outputs] == [(*shape, 4) for shape in shapes]
         losses.append(loss.item())
     return losses
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_micro_batches_that_one_rank_has_made(on_ranks: Run, ranks: int) -> None:
-    losses = on_ranks(ranks, train_given)
-    assert losses == losses[:1] * ranks

@@ -1,6 +1,5 @@
 """All ranks plan together: each measures its own device, and all get the same plan."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.nn import functional as F
 
 import pipework
 from pipework import Mesh, Pipe
+from tests.jobs import runs_on
 from tests.planning.made_profiles import made
 
 
@@ -24,7 +24,9 @@ class Fails(nn.Module):
         raise ArithmeticError("this layer")
 
 
-def plan_and_train(mesh: Mesh) -> tuple[str, float]:
+@pytest.mark.thorough
+@runs_on(2)
+def test_all_ranks_get_the_same_plan_and_train_with_it(mesh: Mesh) -> tuple[str, float]:
     torch.set_num_threads(1)
     x, y = torch.randn(16, 8), torch.randn(16, 8)
     options: dict[str, Any] = {"target": y, "loss_fn": F.mse_loss, "mesh": mesh, "iterations": 20, "timeout": 0}
@@ -52,9 +54,3 @@ def plan_and_train(mesh: Mesh) -> tuple[str, float]:
     with pytest.raises(RuntimeError if mesh.worker else ValueError, match="limit"):
         pipework.plan(layers(), x, memory=10, **options)
     return replace(plan, notes=()).to_json(), loss.item()
-
-
-@pytest.mark.thorough
-def test_all_ranks_get_the_same_plan_and_train_with_it(on_ranks: Callable[..., list[Any]]) -> None:
-    first, second = on_ranks(2, plan_and_train)
-    assert first == second

@@ -1,7 +1,6 @@
 """A plan that was made beforehand decides cut, schedule and recomputation of a pipe whose workers are processes."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ from pipework import Mesh, Pipe, Plan, pop, skippable, stash
 from pipework.planning import Rates
 from pipework.schedule.edges import recomputed
 from pipework.testing import draw_key, reference_step
+from tests.distributed.together.alike import other_gradients
+from tests.jobs import runs_on
 
 X, Y = torch.linspace(-1, 1, 16 * 8).reshape(16, 8), torch.zeros(16, 8)
 RATES = {"device": Rates(operations=1e9, bytes_per_second=1e9)}  # so that the plan is the same on all ranks
@@ -59,11 +60,12 @@ def train_alike(pipe: Pipe, plain: nn.Module, chunks: int) -> None:
         torch.manual_seed(seed)
         expected = reference_step(plain, X, Y, F.mse_loss, chunks, draw_key())
         assert torch.equal(loss, expected.loss)
-        for name, parameter in pipe.named_parameters():
-            assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+        assert other_gradients(pipe, plain) == []
 
 
-def train(mesh: Mesh) -> None:
+@pytest.mark.thorough
+@runs_on(2)
+def test_it_trains_bit_by_bit_like_the_model(mesh: Mesh) -> None:
     module = layers()
     plain, plan = copy.deepcopy(module), planned()
     assert recomputed(plan.schedule)
@@ -78,8 +80,3 @@ def train(mesh: Mesh) -> None:
     train_alike(Pipe(copy.deepcopy(skipping), plan=over_stages, mesh=mesh, loss_fn=F.mse_loss), skipping, 4)
     with pytest.raises(ValueError, match="devices is for workers that are threads"):
         Pipe(layers(), plan=plan, mesh=mesh, devices=["cpu", "cpu"], loss_fn=F.mse_loss)
-
-
-@pytest.mark.thorough
-def test_trains_bit_by_bit_like_the_model(on_ranks: Callable[..., list[Any]]) -> None:
-    on_ranks(2, train)

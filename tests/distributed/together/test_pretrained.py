@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pipework
-from pipework import Mesh
+from pipework import Mesh, Pipe
+from tests.jobs import runs_on
 
 Run = Callable[..., list[Any]]
 
@@ -44,122 +45,99 @@ def logits_of(model: nn.Module) -> Tensor:
     return torch.cat([model(**half).logits for half in halves])
 
 
-NAMES = ("llama", "tied llama", "bert", "mixtral", "t5")
-
-
 def parameters_and_sizes(folder: Path) -> dict[str, int]:
     files = sorted(folder.glob("*.safetensors"))
     return {name: tensor.nbytes for file in files for name, tensor in load_file(file).items()}
 
 
-def there_and_back(mesh: Mesh, name: str, folder: str) -> list[int]:
-    """Reads shards into a model on the meta device, trains a step, and writes it."""
+def train_a_step(model: Any, rows: slice = slice(None)) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.train()(**{name: values[rows] for name, values in BATCH.items()}).loss.backward()
+    optimizer.step()
+
+
+def same_values(pipe: Pipe, model: nn.Module) -> None:
+    values = model.state_dict()
+    assert all(torch.equal(tensor, values[key]) for key, tensor in pipe.state_dict().items() if key in values)
+
+
+def there_and_back(mesh: Mesh, name: str, folder: str) -> int:
+    """Reads shards into a model on the meta device, trains a step, and writes it; how many bytes were read."""
     place = Path(folder)
     with torch.device("meta"):
         model = made(name)
     pipe = pipework.attach(model, BATCH, chunks=2, mesh=mesh)
     read = pipework.load_pretrained(pipe, place / "source")
     assert not read.missing
-    source = type(model).from_pretrained(place / "source")
-    kept = {key: tensor for key, tensor in source.state_dict().items() if key in pipe.state_dict()}
-    for key, tensor in pipe.state_dict().items():
-        assert torch.equal(tensor, kept[key]), key
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.train()(**BATCH).loss.backward()
-    optimizer.step()
+    same_values(pipe, type(model).from_pretrained(place / "source"))
+    train_a_step(model)
     pipework.save_pretrained(pipe, place / "out", max_shard_size=5000)
     model.eval()
+    again = type(model).from_pretrained(place / "out").eval()
+    same_values(pipe, again)
     with torch.no_grad():
-        logits = model(**BATCH).logits
-        again = type(model).from_pretrained(place / "out")
-        assert torch.equal(logits_of(again.eval()), logits)
+        assert torch.equal(logits_of(again), model(**BATCH).logits)
         if name == "llama":  # that of an encoder and a decoder calls the encoder by itself
             options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "use_cache": False}
             assert torch.equal(model.generate(IDS[:2], **options), again.generate(IDS[:2], **options))
-    for key, tensor in pipe.state_dict().items():
-        assert torch.equal(again.state_dict()[key], tensor), key
-    return [read.tensors, read.bytes]
+    return read.bytes
 
 
-def all_of_them(mesh: Mesh, folder: str) -> dict[str, list[int]]:
-    return {name: there_and_back(mesh, name, f"{folder}/{name}") for name in NAMES}
+@pytest.mark.parametrize("name", ["llama", "tied llama", "bert", "mixtral", "t5"])
+def test_each_rank_reads_and_writes_its_own(on_ranks: Run, tmp_path: Path, name: str) -> None:
+    made(name).save_pretrained(tmp_path / "source", max_shard_size="5KB")
+    read = on_ranks(2, there_and_back, patience=180.0, folder=str(tmp_path), name=name)
+    sizes = parameters_and_sizes(tmp_path / "source")
+    assert len(list((tmp_path / "source").glob("*.safetensors"))) > 1
+    assert parameters_and_sizes(tmp_path / "out") == sizes, "the same names, those that are tied once"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    assert index["weight_map"].keys() == sizes.keys()
+    tied = max(sizes.values()) if name in ("tied llama", "bert", "t5") else 0
+    assert sum(sizes.values()) <= sum(read) <= sum(sizes.values()) + 2 * tied
+    assert max(read) < sum(sizes.values())
 
 
-def test_each_rank_reads_and_writes_its_own(on_ranks: Run, tmp_path: Path) -> None:
-    for name in NAMES:
-        made(name).save_pretrained(tmp_path / name / "source", max_shard_size="5KB")
-    read = on_ranks(2, all_of_them, patience=180.0, folder=str(tmp_path))
-    for name in NAMES:
-        sizes = parameters_and_sizes(tmp_path / name / "source")
-        assert len(list((tmp_path / name / "source").glob("*.safetensors"))) > 1
-        written = parameters_and_sizes(tmp_path / name / "out")
-        assert written == sizes, "the same names, those that are tied once"
-        index = json.loads((tmp_path / name / "out" / "model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == sum(sizes.values())
-        assert index["weight_map"].keys() == sizes.keys()
-        tied = max(sizes.values()) if name in ("tied llama", "bert", "t5") else 0
-        total = sum(rank[name][1] for rank in read)
-        assert sum(sizes.values()) <= total <= sum(sizes.values()) + 2 * tied
-        assert all(rank[name][1] < sum(sizes.values()) for rank in read)
-
-
-def with_replicas(mesh: Mesh, folder: str) -> list[int]:
-    torch.manual_seed(0)
-    model = made("tied llama")
+@runs_on(4, dp=2, patience=120.0)
+def test_replicas_save_one_model(mesh: Mesh, folder: str) -> None:
+    model, plain = made("tied llama"), made("tied llama")
+    plain.load_state_dict(model.state_dict())
     pipe = pipework.attach(model, BATCH, chunks=2, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = slice(None, 2) if pipe.data_parallel_rank == 0 else slice(2, None)
-    model(**{name: values[rows] for name, values in BATCH.items()}).loss.backward()
-    optimizer.step()
+    train_a_step(model, slice(None, 2) if pipe.data_parallel_rank == 0 else slice(2, None))
     pipework.save_pretrained(pipe, Path(folder) / "out")
     again = type(model).from_pretrained(Path(folder) / "out")
-    for key, tensor in pipe.state_dict().items():
-        assert torch.equal(again.state_dict()[key], tensor), key
-    return [pipe.data_parallel_rank, len(pipe.state_dict())]
-
-
-def test_replicas_save_one_model(on_ranks: Run, tmp_path: Path) -> None:
-    found = on_ranks(4, with_replicas, init={"dp": 2}, patience=120.0, folder=str(tmp_path))
-    assert [replica for replica, _ in found] == [0, 0, 1, 1]
-    torch.manual_seed(0)
-    plain = made("tied llama")
-    for begin in (0, 2):
-        (plain(**{name: values[begin : begin + 2] for name, values in BATCH.items()}).loss / 2).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for key, tensor in type(plain).from_pretrained(tmp_path / "out").state_dict().items():
+    same_values(pipe, again)
+    train_a_step(plain)
+    for key, tensor in again.state_dict().items():
         torch.testing.assert_close(tensor, plain.state_dict()[key])
 
 
-def adapted() -> Any:
+def train_adapters(mesh: Mesh, folder: str) -> list[int]:
+    """The bytes of the gradients and of all parameters here."""
     import peft
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT calls what transformers is to remove
-        return peft.get_peft_model(made("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-
-
-def train_adapters(mesh: Mesh, folder: str) -> dict[str, int]:
+    warnings.simplefilter("ignore", FutureWarning)  # PEFT calls what transformers is to remove
     place = Path(folder)
     torch.manual_seed(5)
-    model = adapted()
+    model = peft.get_peft_model(made("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     pipe = pipework.attach(model, BATCH, chunks=2, mesh=mesh)
     pipework.load_pretrained(pipe, place / "source")  # below the adapters
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(2):
-        optimizer.zero_grad()
-        model(**BATCH).loss.backward()
-        optimizer.step()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        train_a_step(model)
     pipework.save_pretrained(pipe, place / "out")
     model.eval()
+    base = type(made("llama")).from_pretrained(place / "source")
     with torch.no_grad():
-        torch.save(model(**BATCH).logits, place / f"{mesh.rank}.pt")
-    return {"gradients": sum(each.nbytes for each in gradients), "own": sum(p.nbytes for p in model.parameters())}
+        again = peft.PeftModel.from_pretrained(base, place / "out").eval()
+        assert torch.equal(model(**BATCH).logits, logits_of(again))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [sum(each.nbytes for each in gradients), sum(p.nbytes for p in model.parameters())]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_are_saved_by_themselves(on_ranks: Run, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    pytest.importorskip("peft")
     made("llama").save_pretrained(tmp_path / "source")
     ranks = on_ranks(2, train_adapters, patience=120.0, folder=str(tmp_path))
     files = sorted(path.name for path in (tmp_path / "out").iterdir() if path.name != "README.md")
@@ -167,12 +145,7 @@ def test_adapters_are_saved_by_themselves(on_ranks: Run, tmp_path: Path) -> None
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert len(tensors) == 4 * 2 * 2
     assert all("lora_" in name for name in tensors)
-    assert sum(rank["gradients"] for rank in ranks) == sum(tensor.nbytes for tensor in tensors.values())
-    base = type(made("llama")).from_pretrained(tmp_path / "source")
-    model: nn.Module = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
-    logits: list[Tensor] = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    with torch.no_grad():
-        assert all(torch.equal(each, logits_of(model)) for each in logits)
+    assert sum(gradients for gradients, _ in ranks) == sum(tensor.nbytes for tensor in tensors.values())
 
 
 # By name: the model, whether it has got four words more, and the options of its adapter.
@@ -255,34 +228,33 @@ def test_adapters_are_those_that_peft_writes_for_the_whole_model(on_ranks: Run, 
         assert (ranks / "README.md").read_text() == (plain / "README.md").read_text()
 
 
-def resumed(mesh: Mesh, folder: str, *, saves: bool) -> float:
-    torch.manual_seed(0 if saves else 1)
+def steps_of(folder: str, workers: dict[str, Any], seed: int, count: int, *, saves: bool = False) -> list[float]:
+    """The losses; the first step is saved, or follows a checkpoint."""
+    torch.manual_seed(seed)
     model = made("tied llama")
-    pipe = pipework.attach(model, BATCH, chunks=2, mesh=mesh)
+    pipe = pipework.attach(model, BATCH, chunks=2, **workers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if not saves:
         assert pipework.load_checkpoint(folder, pipe, optimizer) is not None
-    for _ in range(2):
+    losses = []
+    for step in range(count):
         optimizer.zero_grad()
         loss = model(**BATCH).loss
         loss.backward()
         optimizer.step()
-        if saves:
+        losses.append(loss.item())
+        if saves and step == 0:
             pipework.save_checkpoint(folder, pipe, optimizer, step=1)
-            saves = False
-    return float(loss.item())
+    return losses
+
+
+def on_some_ranks(mesh: Mesh, folder: str, *, saves: bool) -> list[float]:
+    return steps_of(folder, {"mesh": mesh}, 0 if saves else 1, 3 if saves else 2, saves=saves)
 
 
 def test_a_checkpoint_of_two_ranks_resumes_on_four_and_on_one(on_ranks: Run, tmp_path: Path) -> None:
-    before = on_ranks(2, resumed, patience=120.0, folder=str(tmp_path), saves=True)
-    checkpoint = tmp_path / "step-00000001"
-    model = made("tied llama")
-    pipe = pipework.attach(model, BATCH, chunks=2, devices=["cpu"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    assert pipework.load_checkpoint(checkpoint, pipe, optimizer) is not None
-    loss = model(**BATCH).loss
-    assert loss.item() == pytest.approx(before[0], rel=1e-5)
-    first = on_ranks(4, resumed, patience=120.0, folder=str(tmp_path), saves=False)
-    loss.backward()
-    optimizer.step()
-    assert first == pytest.approx([model(**BATCH).loss.item()] * 4, rel=1e-5)
+    folder = str(tmp_path)
+    expected = on_ranks(2, on_some_ranks, patience=120.0, folder=folder, saves=True)[0][1:]
+    assert steps_of(folder, {"devices": ["cpu"]}, 1, 2) == pytest.approx(expected, rel=1e-5)
+    for losses in on_ranks(4, on_some_ranks, patience=120.0, folder=folder, saves=False):
+        assert losses == pytest.approx(expected, rel=1e-5)

@@ -1,6 +1,5 @@
 """Layers that are tensor parallel inside of stages: the same bits as those layers without a pipe."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,33 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
 from pipework import Mesh, Pipe
 from pipework.testing import draw_key, reference_step
-
-Run = Callable[..., list[Any]]
-
-WIDTH, HIDDEN, CHUNKS = 8, 16, 4
-
-
-class Block(nn.Module):
-    """A feed-forward block of a transformer."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+from tests.distributed.together.alike import other_gradients
+from tests.distributed.together.sharding import CHUNKS, PLAN, WIDTH, Block
+from tests.jobs import runs_on
 
 
 class Enter(nn.Module):
@@ -62,7 +42,7 @@ class Leave(nn.Module):
 
 
 PLANS: dict[str, dict[str, Any]] = {
-    "tensor": {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    "tensor": PLAN,
     "sequence": {
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
@@ -76,10 +56,10 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def model(mesh: DeviceMesh, plan: str = "tensor", dropout: float = 0.0) -> nn.Sequential:
+def model(mesh: DeviceMesh, plan: str) -> nn.Sequential:
     """Four layers, or six; with sequence parallelism, parts of sequences go between them, as tensors or as DTensors."""
     torch.manual_seed(0)
-    blocks = [Block(dropout) for _ in range(4)]
+    blocks = [Block(dropout=0.1) for _ in range(4)]
     for block in blocks:
         parallelize_module(block, mesh, PLANS[plan])
     if plan == "tensor":
@@ -87,89 +67,48 @@ def model(mesh: DeviceMesh, plan: str = "tensor", dropout: float = 0.0) -> nn.Se
     return nn.Sequential(Enter(mesh, local=plan == "sequence"), *blocks, Leave(mesh))
 
 
-def data(rows: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(rows, 4, WIDTH, generator=generator), torch.randn(rows, 4, WIDTH, generator=generator)
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def differences(pipe: Pipe, reference: nn.Module) -> list[str]:
-    named = dict(reference.named_parameters())
-    found = []
-    for name, parameter in pipe.named_parameters():
-        wanted = named[name].grad
-        assert parameter.grad is not None
-        assert wanted is not None
-        if type(parameter.grad) is not type(wanted):
-            found.append(f"{name} has a gradient of {type(parameter.grad)}")
-        elif isinstance(wanted, DTensor) and parameter.grad.placements != wanted.placements:
-            found.append(f"{name} has a gradient in {parameter.grad.placements}, and wanted {wanted.placements}")
-        elif not torch.equal(local(parameter.grad), local(wanted)):
-            found.append(f"{name} differs")
-    return found
-
-
-def trained(mesh: Mesh, cases: list[list[str]]) -> list[str]:
-    """Each case for some steps, beside the layers without a pipe."""
-    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    x, y = data()
-    problems = []
-    for schedule, checkpoint, plan in cases:
-        balance = [2, 2] if schedule in ("gpipe", "1f1b", "zb-h1") else [1, 1, 1, 1]
-        if plan != "tensor":
-            balance[0], balance[-1] = balance[0] + 1, balance[-1] + 1
-        reference = model(whole["tp"], plan, 0.1)
-        pipe = Pipe(
-            model(whole["tp"], plan, 0.1),
-            CHUNKS,
-            checkpoint,
-            balance=balance,
-            schedule=schedule,
-            loss_fn=F.mse_loss,
-            mesh=whole,
-        )
-        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (pipe, reference)]
-        for step in range(2):
-            torch.manual_seed(step)
-            key = draw_key()
-            torch.manual_seed(step)
-            loss = pipe(x, target=y)
-            loss.backward()
-            wanted = reference_step(reference, x, y, F.mse_loss, chunks=CHUNKS, key=key)
-            found = differences(pipe, reference)
-            if not torch.equal(loss.detach(), wanted.loss):
-                found.append(f"the loss is {loss.item()} for {wanted.loss.item()}")
-            problems += [f"{schedule} {checkpoint} {plan} step {step}: {each}" for each in found]
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        if schedule.startswith("zb") and not any(
-            deferred for stage in pipe._executor.engine_in_use().stages.values() for deferred in stage.deferred.values()
-        ):
-            problems.append(f"{schedule} defers no gradient")
-    return problems
-
-
 SCHEDULES = "gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "looped-bfs", "zb-v", "dualpipe-v"
-SAMPLE = [
-    ("1f1b", "never", "tensor"),
-    ("zb-h1", "except_last", "dtensors"),
-    ("interleaved-1f1b", "always", "sequence"),
-    ("zb-v", "never", "tensor"),
+SLOW = [
+    pytest.param(schedule, mode, plan, marks=pytest.mark.slow)
+    for schedule in SCHEDULES
+    for mode in ("never", "except_last", "always")
+    for plan in PLANS
 ]
 
 
-def test_the_bits_of_the_layers_without_a_pipe(on_ranks: Run) -> None:
-    for problems in on_ranks(4, trained, cases=SAMPLE):
-        assert not problems
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_and_mode(on_ranks: Run, schedule: str) -> None:
-    cases = [(schedule, mode, plan) for mode in ("never", "except_last", "always") for plan in PLANS]
-    for problems in on_ranks(4, trained, cases=cases, patience=200.0):
-        assert not problems
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint", "plan"),
+    [
+        ("1f1b", "never", "tensor"),
+        ("zb-h1", "except_last", "dtensors"),
+        ("interleaved-1f1b", "always", "sequence"),
+        ("zb-v", "never", "tensor"),
+        *SLOW,
+    ],
+)
+@runs_on(4)
+def test_the_bits_of_the_layers_without_a_pipe(mesh: Mesh, schedule: str, checkpoint: str, plan: str) -> None:
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    generator = torch.Generator().manual_seed(7)
+    x, y = (torch.randn(8, 4, WIDTH, generator=generator) for _ in range(2))
+    balance = [2, 2] if schedule in ("gpipe", "1f1b", "zb-h1") else [1, 1, 1, 1]
+    if plan != "tensor":
+        balance[0], balance[-1] = balance[0] + 1, balance[-1] + 1
+    options: dict[str, Any] = {"balance": balance, "schedule": schedule, "loss_fn": F.mse_loss, "mesh": device_mesh}
+    reference = model(device_mesh["tp"], plan)
+    pipe = Pipe(model(device_mesh["tp"], plan), CHUNKS, checkpoint, **options)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (pipe, reference)]
+    for step in range(2):
+        torch.manual_seed(step)
+        key = draw_key()
+        torch.manual_seed(step)
+        loss = pipe(x, target=y)
+        loss.backward()
+        wanted = reference_step(reference, x, y, F.mse_loss, chunks=CHUNKS, key=key)
+        assert torch.equal(loss.detach(), wanted.loss)
+        assert other_gradients(pipe, reference) == []
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    stages = pipe._executor.engine_in_use().stages.values()
+    assert schedule.startswith("zb") <= any(deferred for stage in stages for deferred in stage.deferred.values())

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from pipework import Mesh
+from tests.distributed.together.alike import of_all_ranks
 from tests.integrations.tiny import MicroBatched, batch, llama, pipe_of, rows, same_values
+from tests.jobs import runs_on
 
 Run = Callable[..., list[Any]]
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
@@ -164,7 +166,6 @@ def test_ranks_and_a_plain_trainer_go_on_where_the_other_one_has_stopped(on_rank
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "mixed precision": {"bf16": True},
     "no clipping": {"max_grad_norm": 0.0, "save_only_model": True, "save_strategy": "epoch"},
     "loss outside": {"label_smoothing_factor": 0.1},
 }
@@ -196,54 +197,23 @@ def test_other_settings(on_ranks: Run, tmp_path: Path) -> None:
     assert first["model alone"][0] == next(each[2] for each in reversed(first["no clipping"]) if len(each) == 4)
 
 
-def two_replicas(mesh: Mesh, folder: str) -> list[list[float]]:
+@pytest.mark.thorough
+@runs_on(4, dp=2, patience=180.0)
+def test_two_replicas_take_the_mean_over_the_tokens_of_both(mesh: Mesh, folder: str) -> None:
     trainer = trainer_of(Path(folder), mesh, max_steps=1, eval_strategy="no", optim="sgd", max_grad_norm=0.0)
     trainer.train_dataset = rows(8)
     trainer.train()
     trainer.save_model()
-    return logged(trainer)
-
-
-@pytest.mark.thorough
-def test_two_replicas_take_the_mean_over_the_tokens_of_both(on_ranks: Run, tmp_path: Path) -> None:
-    ranks = on_ranks(4, two_replicas, patience=180.0, init={"dp": 2}, folder=str(tmp_path / "ranks"))
-    assert ranks[0] == ranks[1]
-    assert ranks[2] == ranks[3]
+    first, same, second, also = of_all_ranks(logged(trainer))
+    assert (first, second) == (same, also)
     model = llama().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     loss = model(**batch(8)).loss
     loss.backward()
     optimizer.step()
-    assert (ranks[0][0][2] + ranks[2][0][2]) / 2 == pytest.approx(loss.item(), rel=1e-5)
-    for name, tensor in type(model).from_pretrained(tmp_path / "ranks").state_dict().items():
+    assert (first[0][2] + second[0][2]) / 2 == pytest.approx(loss.item(), rel=1e-5)
+    for name, tensor in type(model).from_pretrained(folder).state_dict().items():
         torch.testing.assert_close(tensor, model.state_dict()[name])
-
-
-@pytest.mark.thorough
-def test_the_number_of_accumulated_mini_batches_divides_before_the_backward(tmp_path: Path) -> None:
-    """As without a pipe, also if a backward is not linear; the loss is a mean, which `Trainer` itself divides."""
-    import transformers
-
-    def clamp(layer: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-
-    trainers = []
-    for kind in ("pipe", "plain"):
-        settings = {"gradient_accumulation_steps": 3, "num_train_epochs": 1, "max_grad_norm": 0.0}
-        trainer = trainer_of(tmp_path, None, eval_strategy="no", save_strategy="no", **settings)
-        if kind == "plain":
-            trainer = transformers.Trainer(llama(), trainer.args, train_dataset=rows(9))
-            trainer.remove_callback(transformers.PrinterCallback)
-        trainer.model.model.layers[0].mlp.register_forward_hook(clamp)
-        trainer.model_accepts_loss_kwargs = False
-        trainer.train_dataset = [row for row in rows(36) if (row["labels"] != -100).all()]  # equal weights
-        trainer.train()
-        trainers.append(trainer)
-    one, other = ([entry for entry in map(list, logged(each)) if len(entry) == 5] for each in trainers)
-    assert len(one) == 1
-    for entry, same in zip(one, other, strict=True):
-        assert entry == pytest.approx(same, rel=1e-5)
 
 
 @pytest.mark.thorough

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import pipework
-from pipework import Pipe, load_checkpoint, save_checkpoint
+from pipework import Mesh, Pipe, load_checkpoint, save_checkpoint
 from tests import injection
 
 
@@ -27,28 +27,38 @@ def main() -> None:
     injection.install()
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # imports much
-    mesh = pipework.init(detect=arguments.detect)
+    train(
+        pipework.init(detect=arguments.detect),
+        arguments.folder,
+        arguments.steps,
+        arguments.pause,
+        heedless=arguments.heedless,
+    )
+
+
+def train(mesh: Mesh | None, folder: str, steps: int, pause: float = 0.0, *, heedless: bool = False) -> None:
+    place = Path(folder)
     rank, attempt = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     torch.manual_seed(0)
     layers = [nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8)]
     pipe = Pipe(nn.Sequential(*layers), chunks=4, schedule="1f1b", loss_fn=nn.functional.mse_loss, mesh=mesh)
-    note(arguments.folder / f"joined.{attempt}.{rank}", time.time())
+    note(place / f"joined.{attempt}.{rank}", time.time())
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-    found = load_checkpoint(arguments.folder / "checkpoints", pipe, optimizer)
+    found = load_checkpoint(place / "checkpoints", pipe, optimizer)
     step = found.step if found else 0
     stopping = False
-    while step < arguments.steps and not stopping:
+    while step < steps and not stopping:
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
         loss = pipe(x, target=x.roll(1, 1))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        note(arguments.folder / f"step.{attempt}.{rank}", f"{step} {time.time()}")
-        time.sleep(arguments.pause)
-        stopping = not arguments.heedless and pipe.stopping
+        note(place / f"step.{attempt}.{rank}", f"{step} {time.time()}")
+        time.sleep(pause)
+        stopping = not heedless and pipe.stopping
         if step % 3 == 0 or stopping:
-            save_checkpoint(arguments.folder / "checkpoints", pipe, optimizer, step=step, keep=2)
+            save_checkpoint(place / "checkpoints", pipe, optimizer, step=step, keep=2)
 
 
 def note(path: Path, what: object) -> None:

@@ -1,15 +1,13 @@
 """What travels between ranks may change its shape, dtype and structure from step to step: it just works."""
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipework import Mesh, Pipe
-
-Run = Callable[..., list[Any]]
+from pipework import Mesh
+from tests.distributed.together.alike import both, square, train_alike
+from tests.jobs import runs_on
 
 
 class Forms(nn.Module):
@@ -46,39 +44,22 @@ class Reads(nn.Module):
         return self.linear(value.float()[..., :6]).flatten(1).mean(1)
 
 
-def square(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 BATCHES = [
     (8, 1, "one"), (7, 1, "one"), (3, 1, "one"), (1, 1, "one"), (8, 5, "one"), (8, 9, "half"), (8, 1, "half"),
     (8, 1, "pair"), (5, 2, "pair"), (8, 1, "nested"), (8, 3, "wide"), (8, 1, "one"), (12, 1, "half"),
 ]  # fmt: skip
 
 
-def train(mesh: Mesh, schedule: str) -> int:
-    module = nn.Sequential(Forms(), Reads())
-    threads = Pipe(
-        copy.deepcopy(module), chunks=4, schedule=schedule, loss_fn=square, balance=[1, 1], devices=["cpu"] * 2
-    )
-    pipe = Pipe(module, chunks=4, schedule=schedule, loss_fn=square, balance=[1, 1], mesh=mesh)
+@runs_on(2)
+def test_forms_change_from_step_to_step(mesh: Mesh) -> None:
+    pipes = pipe, threads = both(nn.Sequential(Forms(), Reads()), mesh, schedule="1f1b", loss_fn=square)
     for rows, length, form in BATCHES:
         x, y = torch.randn(rows, length, 6), torch.randn(rows)
-        for each in (pipe, threads):
+        for each in pipes:
             each.zero_grad()
-        losses = [each(x, form, target=y) for each in (pipe, threads)]
-        assert torch.equal(*losses)
-        for loss in losses:
-            loss.backward()
-        for name, parameter in pipe.named_parameters():
-            assert torch.equal(parameter.grad, threads.get_parameter(name).grad), (name, rows, length, form)
+        train_alike(pipes, x, form, target=y)
         with torch.no_grad():  # evaluation in between has messages of its own form
             assert torch.equal(pipe(x[:1], form, outputs="all"), threads(x[:1], form))
-    return len(BATCHES)
-
-
-def test_forms_change_from_step_to_step(on_ranks: Run) -> None:
-    assert on_ranks(2, train, schedule="1f1b") == [len(BATCHES)] * 2
 
 
 class Ragged(nn.Module):
@@ -94,21 +75,9 @@ class Sums(nn.Module):
         return torch.stack([part.sum(1) for part in parts]).sum(0)
 
 
-def train_ragged(mesh: Mesh) -> None:
+@runs_on(2)
+def test_forms_change_from_micro_batch_to_micro_batch(mesh: Mesh) -> None:
     module = nn.Sequential(nn.Linear(4, 4), Ragged(), Sums())
-    threads = Pipe(
-        copy.deepcopy(module), chunks=6, schedule="1f1b", loss_fn=square, balance=[2, 1], devices=["cpu"] * 2
-    )
-    pipe = Pipe(module, chunks=6, schedule="1f1b", loss_fn=square, balance=[2, 1], mesh=mesh)
+    pipes = both(module, mesh, 6, schedule="1f1b", loss_fn=square, balance=[2, 1])
     for _ in range(4):
-        x, y = torch.randn(12, 4), torch.randn(12)
-        losses = [each(x, target=y) for each in (pipe, threads)]
-        assert torch.equal(*losses)
-        for loss in losses:
-            loss.backward()
-        for name, parameter in pipe.named_parameters():
-            assert torch.equal(parameter.grad, threads.get_parameter(name).grad)
-
-
-def test_forms_change_from_micro_batch_to_micro_batch(on_ranks: Run) -> None:
-    on_ranks(2, train_ragged)
+        train_alike(pipes, torch.randn(12, 4), target=torch.randn(12))

@@ -1,10 +1,10 @@
 """What a job opens to the network is what the documentation says, and nothing that comes from there is unpickled."""
 
-import ast
 import ipaddress
 import os
+import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 from torch.distributed import TCPStore
 
 import pipework
-from pipework import Mesh, Pipe
-from tests.faults.processes.training import mean_square, model
+from pipework import Mesh
+from tests.faults.processes.training import small_pipe
 
 Run = Callable[..., list[Any]]
 PACKAGE = Path(pipework.__file__).parent
@@ -42,7 +42,7 @@ def listening() -> list[tuple[str, int]]:
 
 
 def opens(mesh: Mesh) -> list[tuple[str, int]]:
-    pipe = Pipe(model(), chunks=2, schedule="1f1b", loss_fn=mean_square, mesh=mesh)
+    pipe = small_pipe(mesh)
     pipe(torch.randn(4, 8), target=torch.randn(4, 8)).backward()
     return listening()
 
@@ -63,15 +63,10 @@ def test_only_documented_sockets_listen(start: Callable[..., Any]) -> None:
 
 def trains_beside_garbage(mesh: Mesh, port: int) -> list[float]:
     """Rank 0 writes garbage wherever pipework looks, while all train."""
-    pipe = Pipe(model(), chunks=2, schedule="1f1b", loss_fn=mean_square, mesh=mesh)
+    pipe = small_pipe(mesh)
     x = torch.randn(4, 8)
     losses = []
     intruder = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    prefix = ""
-    store: Any = mesh.store
-    while hasattr(store, "underlying_store"):
-        prefix = f"{store.prefix}/{prefix}" if hasattr(store, "prefix") else prefix
-        store = store.underlying_store
     keys = [key for key in intruder.list_keys() if "/monitor/" in key]
     assert {key.rsplit("/monitor/", 1)[1].split("/")[0] for key in keys} <= {"heartbeat", "changed"}
     assert any(key.endswith("/monitor/heartbeat/0") for key in keys), keys
@@ -97,57 +92,18 @@ def test_garbage_in_the_store_is_ignored(start: Callable[..., Any]) -> None:
     assert len(ended[0].result) == 12
 
 
-FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-
-
-def loads_weights_only(node: ast.AST) -> bool:
-    """Whether this is a call of `torch.load` that builds tensors and containers of them, and nothing else."""
-    match node:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load"), keywords=keywords):
-            return any(ast.unparse(each) == "weights_only=True" for each in keywords)
-    return False
-
-
-def unpicklers(tree: ast.AST, *, may_load_weights: bool = False) -> Iterator[str]:
-    """Everything that could unpickle."""
-    nodes = list(ast.walk(tree))
-    allowed = {id(node.func) for node in nodes if may_load_weights and loads_weights_only(node)}
-    for node in nodes:
-        match node:
-            case ast.Attribute() if id(node) in allowed:
-                pass
-            case ast.Import(names=names):
-                yield from (each.name for each in names if each.name.split(".")[0] in FORBIDDEN)
-            case ast.ImportFrom(module=module, names=names):
-                if module is not None and module.split(".")[0] in FORBIDDEN:
-                    yield module
-                yield from (each.name for each in names if each.name.endswith(("_object", "_object_list")))
-                if module == "torch":
-                    yield from (f"torch.{each.name}" for each in names if each.name in ("load", "save"))
-            case ast.Attribute(value=ast.Name(id="torch"), attr="load"):
-                yield "torch.load"
-            case ast.Attribute(attr=name) if name.endswith(("_object", "_object_list")):
-                yield name
-            case ast.Call(func=ast.Name(id="eval" | "exec" as name)):
-                yield name
-
-
-@pytest.mark.parametrize(
-    "line", ["import pickle", "torch.load(f)", "dist.gather_object(1)", "from pickle import loads", "eval('1')"]
+UNPICKLES = re.compile(
+    r"^\s*(import|from) (pickle|cPickle|dill|cloudpickle|marshal|shelve|joblib)\b"
+    r"|torch\.load\((?!.*weights_only=True)|from torch import .*\b(load|save)\b"
+    r"|\w_object(_list)?\b|(?<![\w.])(eval|exec)\((?!\))",
+    re.MULTILINE,
 )
-def test_what_is_looked_for_is_found(line: str) -> None:
-    assert list(unpicklers(ast.parse(line)))
-
-
-def test_loading_weights_alone_is_told_from_loading_anything() -> None:
-    calls = ast.parse("torch.load(f, weights_only=True)"), ast.parse("torch.load(f, weights_only=False)")
-    assert [list(unpicklers(call, may_load_weights=True)) for call in calls] == [[], ["torch.load"]]
 
 
 def test_nothing_is_unpickled() -> None:
-    """But for `compat`, whose RPC is PyTorch's, and pickles; `integrations` read the weights of other libraries."""
+    """But for `compat`, whose RPC is PyTorch's, and pickles; weights alone may be read."""
+    lines = ["import pickle", "torch.load(f)", "dist.gather_object(1)", "from pickle import loads", "eval('1')"]
+    assert all(map(UNPICKLES.search, lines))
     for path in sorted(PACKAGE.rglob("*.py")):
-        folder = path.relative_to(PACKAGE).parts[0]
-        if folder != "compat":
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            assert not list(unpicklers(tree, may_load_weights=folder == "integrations")), path
+        found = UNPICKLES.search(path.read_text(encoding="utf-8"))
+        assert found is None or path.relative_to(PACKAGE).parts[0] == "compat", (path, found)

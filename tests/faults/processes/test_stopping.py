@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipework import Mesh, Pipe, save_checkpoint
+from pipework import Mesh, save_checkpoint
 from tests.faults.processes.launching import Launch
-from tests.faults.processes.training import PATIENCE, Failing, mean_square, model, note_strikes
+from tests.faults.processes.training import PATIENCE, Failing, note_strikes, small_pipe
 
 BOUND = 2.0  # seconds, and the time of a step
 LIMIT = 400  # steps, more than anybody should come to
@@ -19,7 +19,7 @@ LIMIT = 400  # steps, more than anybody should come to
 
 def trains(mesh: Mesh, folder: str, heeds: bool) -> int:
     note_strikes(folder, mesh.rank)
-    pipe = Pipe(model(), chunks=4, schedule="1f1b", loss_fn=mean_square, mesh=mesh)
+    pipe = small_pipe(mesh)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     x = torch.randn(8, 8)
     done = 0
@@ -44,16 +44,24 @@ def seconds(folder: Path) -> float:
     return max(float(path.read_text().split()[0]) for path in folder.glob("left.*")) - struck
 
 
+AT_EACH_ACTION = [
+    pytest.param(f"{rank}step=3,action={action}", 2, 1, marks=pytest.mark.slow)
+    for rank, actions in (("rank=0,", ("F", "B", "SEND_F", "RECV_B")), ("", ("F", "B")))
+    for action in (*(f"{each},micro_batch=1" for each in actions), "optimizer")
+]
+
+
 @pytest.mark.parametrize(
-    ("fault", "ranks", "dp"),
+    ("place", "ranks", "dp"),
     [
-        ("rank=1,step=3,action=B,micro_batch=0,kind=terminate", 2, 1),
-        ("step=3,action=F,micro_batch=1,kind=terminate", 2, 1),
-        ("rank=2,step=3,action=optimizer,kind=terminate", 4, 2),
+        ("rank=1,step=3,action=B,micro_batch=0", 2, 1),
+        ("step=3,action=F,micro_batch=1", 2, 1),
+        ("rank=2,step=3,action=optimizer", 4, 2),
+        *AT_EACH_ACTION,
     ],
 )
-def test_all_save_after_the_same_step(failing: Failing, fault: str, ranks: int, dp: int) -> None:
-    outcome = failing(ranks, fault, body=trains, init={"dp": dp}, heeds=True)
+def test_all_save_after_the_same_step(failing: Failing, place: str, ranks: int, dp: int) -> None:
+    outcome = failing(ranks, f"{place},kind=terminate", body=trains, init={"dp": dp}, heeds=True)
     assert [each.code for each in outcome.ended] == [0] * ranks, [each.errors for each in outcome.ended]
     steps = {each.result for each in outcome.ended}
     assert len(steps) == 1
@@ -83,21 +91,9 @@ def test_the_second_one_ends_a_rank_at_once(failing: Failing) -> None:
     assert max(each.seconds for each in outcome.ended) - min(each.seconds for each in outcome.ended) <= BOUND * PATIENCE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("action", ["F", "B", "SEND_F", "RECV_B", "optimizer"])
-@pytest.mark.parametrize("rank", ["rank=0,", ""])
-def test_at_each_action(failing: Failing, rank: str, action: str) -> None:
-    where = "" if action == "optimizer" else ",micro_batch=1"
-    where = f"{rank}step=3,action={action}{where}"
-    if not rank and action in ("SEND_F", "RECV_B"):
-        pytest.skip("the last rank has none")
-    test_all_save_after_the_same_step(failing, f"{where},kind=terminate", 2, 1)
-
-
 def survives(mesh: Mesh, folder: str) -> None:
     note_strikes(folder, mesh.rank)
-    pipe = Pipe(model(), chunks=2, schedule="1f1b", loss_fn=mean_square, mesh=mesh)
-    x = torch.randn(4, 8)
+    pipe, x = small_pipe(mesh), torch.randn(4, 8)
     try:
         for _ in range(5):
             pipe(x, target=x).backward()
@@ -114,10 +110,8 @@ def test_a_failed_job_ends_soon_after_it_is_asked_to(failing: Failing) -> None:
     assert time.monotonic() - begin < 60
 
 
-@pytest.mark.parametrize(
-    ("whom", "heedless"), [("launcher", False), pytest.param("launcher", True, marks=pytest.mark.slow)]
-)
-def test_torchrun_is_asked_to_end(launch: Callable[..., Launch], whom: str, heedless: bool) -> None:
+@pytest.mark.parametrize("heedless", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_torchrun_is_asked_to_end(launch: Callable[..., Launch], heedless: bool) -> None:
     launched = launch("--steps", "2000", "--pause", "0.05", *(["--heedless"] if heedless else []))
     launched.until("step.0.1")
     begin = time.monotonic()

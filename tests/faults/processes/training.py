@@ -1,10 +1,12 @@
 """A small training that writes down when a fault struck and when each rank raised, and what is to be expected of it."""
 
+import contextlib
+import dataclasses
 import functools
 import json
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
 
 from pipework import Mesh, Pipe, save_checkpoint
@@ -21,16 +27,18 @@ from tests.jobs import Ended, Job
 DETECT = 3.0  # seconds of silence, where that is what tells
 BOUND = 2.0  # seconds, until all know of what closes a connection or raises
 PATIENCE = 3.0  # what bounds are multiplied by, as others may use the machine; a benchmark tells the real times
-CODES = {"error": 71, "left": 71, "disagreement": 71, "stuck": 71, "lost": 72}
 
 
 def model(stages: int = 4) -> nn.Sequential:
-    layers = [layer for _ in range(stages) for layer in (nn.Linear(8, 8), nn.Tanh())]
-    return nn.Sequential(*layers)
+    return nn.Sequential(*[layer for _ in range(stages) for layer in (nn.Linear(8, 8), nn.Tanh())])
 
 
 def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(output, target)
+
+
+def small_pipe(mesh: Mesh, **options: Any) -> Pipe:
+    return Pipe(model(), chunks=2, loss_fn=mean_square, mesh=mesh, schedule="1f1b", **options)
 
 
 def note_strikes(folder: str, rank: int) -> None:
@@ -39,36 +47,49 @@ def note_strikes(folder: str, rank: int) -> None:
 
     @functools.wraps(strike)
     def noted(fault: Fault) -> None:
-        path = Path(folder, f"struck.{rank}")
-        if not path.exists():
-            path.write_text(str(time.time()))
+        if not Path(folder, f"struck.{rank}").exists():
+            note_strike(folder, rank)
         strike(fault)
 
     Fault.strike = noted  # type: ignore[method-assign]
 
 
-def train(mesh: Mesh, folder: str, steps: int = 4, schedule: str = "1f1b", **options: Any) -> dict[str, Any]:
+def note_strike(folder: str, rank: int | str) -> None:
+    Path(folder, f"struck.{rank}").write_text(str(time.time()))
+
+
+def train(mesh: Mesh, folder: str, schedule: str = "1f1b") -> list[float]:
     """What a script does; with a checkpoint after the second step."""
-    return train_layers(mesh, folder, model(options.pop("stages", 4)), steps, schedule, saves=True, **options)
+    return _train(mesh, folder, model(), schedule, saves=True)
 
 
-def train_layers(
-    mesh: Mesh,
-    folder: str,
-    layers: nn.Sequential,
-    steps: int = 4,
-    schedule: str = "1f1b",
-    *,
-    saves: bool = False,
-    **options: Any,
-) -> dict[str, Any]:
-    """The same with given layers, and perhaps without a checkpoint."""
+def tensor_parallel(mesh: Mesh, folder: str) -> list[float]:
+    """Ranks 0 and 1 compute the first stage together, 2 and 3 the second."""
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    layers = model()
+    for layer in layers[::2]:
+        parallelize_module(layer, device_mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    return _train(dataclasses.replace(mesh, device_mesh=device_mesh), folder, layers)
+
+
+def fully_sharded(mesh: Mesh, folder: str, whole_stages: int | None = None) -> list[float]:
+    """Ranks 0 and 1 share the weights of the first stage, 2 and 3 those of the second."""
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    layers = model()
+    for layer in layers[::2]:
+        fully_shard(layer, mesh=device_mesh["dp"])
+    return _train(dataclasses.replace(mesh, device_mesh=device_mesh, whole_stages=whole_stages), folder, layers)
+
+
+def _train(
+    mesh: Mesh, folder: str, layers: nn.Sequential, schedule: str = "1f1b", *, saves: bool = False
+) -> list[float]:
     note_strikes(folder, mesh.rank)
-    pipe = Pipe(layers, chunks=4, schedule=schedule, loss_fn=mean_square, mesh=mesh, **options)
+    pipe = Pipe(layers, chunks=4, schedule=schedule, loss_fn=mean_square, mesh=mesh)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     losses = []
-    try:
-        for step in range(steps):
+    with noting(folder, mesh.rank):
+        for step in range(4):
             x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
             loss = pipe(x, target=x.roll(1, 1))
             loss.backward()
@@ -77,22 +98,24 @@ def train_layers(
             losses.append(loss.item())
             if saves and step == 1:
                 save_checkpoint(Path(folder) / "checkpoints", pipe, optimizer, step=step + 1)
+    return losses
+
+
+@contextlib.contextmanager
+def noting(folder: str, rank: int) -> Iterator[None]:
+    """Writes down when a rank raises what."""
+    try:
+        yield
     except BaseException as error:
-        note_error(folder, mesh.rank, error)
+        content = {
+            "time": time.time(),
+            "type": type(error).__name__,
+            "text": str(error),
+            **{name: getattr(error, name, None) for name in ("rank", "where", "kind", "traceback_text")},
+            "notes": getattr(error, "__notes__", []),
+        }
+        Path(folder, f"raised.{rank}").write_text(json.dumps(content))
         raise
-    return {"losses": losses}
-
-
-def note_error(folder: str, rank: int, error: BaseException) -> None:
-    """Writes down when a rank raised what."""
-    content = {
-        "time": time.time(),
-        "type": type(error).__name__,
-        "text": str(error),
-        **{name: getattr(error, name, None) for name in ("rank", "where", "kind", "traceback_text")},
-        "notes": getattr(error, "__notes__", []),
-    }
-    Path(folder, f"raised.{rank}").write_text(json.dumps(content))
 
 
 @dataclass(frozen=True)
@@ -145,29 +168,14 @@ Failing = Callable[..., Outcome]
 @pytest.fixture
 def failing(start: Callable[..., Job], tmp_path: Path) -> Failing:
     """Trains with a fault."""
-    return functools.partial(_failing, start, tmp_path)
 
+    def run(
+        ranks: int, fault: str, *, body: Callable[..., Any] = train, but: Collection[int] = (), **options: Any
+    ) -> Outcome:
+        job = start(ranks, body, environment={"PIPEWORK_FAULT": fault}, folder=str(tmp_path), **options)
+        return outcome(job, tmp_path, but)
 
-def _failing(
-    start: Callable[..., Job],
-    folder: Path,
-    ranks: int,
-    fault: str,
-    *,
-    body: Callable[..., Any] = train,
-    but: Collection[int] = (),
-    init: dict[str, Any] | None = None,
-    **options: Any,
-) -> Outcome:
-    job = start(
-        ranks,
-        body,
-        init=init,
-        environment={"PIPEWORK_FAULT": fault},
-        folder=str(folder),
-        **options,
-    )
-    return outcome(job, folder, but)
+    return run
 
 
 def assert_clean_exit(ended: Ended) -> None:
