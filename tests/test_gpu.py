@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipework
-from pipework import MicroBatches, Pipe, PipeWarning, balance_by_size, balance_by_time, pop, skippable, stash
+from pipework import MicroBatches, Pipe, balance_by_size, balance_by_time, pop, skippable, stash
 from pipework.runtime.device import Link
 from pipework.schedule import SCHEDULES
 from pipework.testing import draw_key, reference_backward, reference_step
@@ -265,23 +265,6 @@ def test_balances() -> None:
     assert all(parameter.device == torch.device("cpu") for parameter in module.parameters())
 
 
-def test_deferred_batch_norm() -> None:
-    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(4))
-    plain = nn.Sequential(*layers).double()
-    for pipe_devices in (devices_of("two"), devices_of("cpu to gpu")):
-        pipe = Pipe(
-            copy.deepcopy(plain), 4, "always", deferred_batch_norm=True, balance=[2, 2], devices=pipe_devices
-        )  # fmt: skip
-        expected = copy.deepcopy(plain)
-        for x, _ in batches(3):
-            # The first norm sees what it would without micro-batches; what the others see depends on it.
-            expected[0](x)
-            pipe(x).sum().backward()
-        for name in ("running_mean", "running_var"):
-            actual = getattr(pipe[0][1], name)
-            torch.testing.assert_close(actual.cpu(), getattr(expected[0][1], name), rtol=1e-12, atol=1e-12)
-
-
 def test_memory_does_not_grow() -> None:
     gc.collect()  # of earlier tests, which must not go while this one counts
     gpu = accelerator()
@@ -365,22 +348,3 @@ def test_skips_between_devices(kind: str, checkpoint: str) -> None:
         same(output, reference.output)
         same_gradients(pipe, plain)
         same(inputs[1].grad, inputs[0].grad)
-
-
-def test_a_loss_of_the_whole_batch_and_one_that_a_layer_keeps_are_noticed() -> None:
-    class Keeping(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.aux = self.weight.square().sum()
-            return super().forward(x)
-
-    def root(output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target).sqrt()
-
-    x, kept = torch.randn(16, 8) * torch.linspace(1, 4, 16)[:, None], Keeping(8, 8)
-    layers = nn.Sequential(nn.Linear(8, 8), kept, nn.Tanh(), nn.Linear(8, 8))
-    pipe = Pipe(layers, 4, balance=[2, 2], devices=devices_of("two"), schedule="1f1b", loss_fn=root)
-    with pytest.warns(PipeWarning, match="is no mean over rows"):
-        loss = pipe(x, target=x)
-    with pytest.raises(RuntimeError, match="outside of the pipe's own backward"):
-        (loss.cpu() + kept.aux.cpu()).backward()
-    pipe(x, target=x).backward()

@@ -586,23 +586,6 @@ def test_all_is_left_as_it_was(schedule: str, fails: bool) -> None:
     assert_same(state_of(pipe, x), before)
 
 
-def test_training_goes_on_as_without_it() -> None:
-    results = []
-    for verifies in (False, True):
-        torch.manual_seed(3)
-        pipe = pipe_of([*around(Stateful()), nn.Dropout(0.2)], checkpoint="always")
-        optimizer = torch.optim.Adam(pipe.parameters(), 0.1)
-        x, y = batch()
-        for _ in range(3):
-            if verifies:
-                pipe.verify(x, target=y)
-            optimizer.zero_grad()
-            pipe(x, target=y).backward()
-            optimizer.step()
-        results.append([*pipe.state_dict().values(), torch.get_rng_state()])
-    assert_same(*results)
-
-
 def test_what_is_to_be_warned_of_is_warned_of_later() -> None:
     x, y = batch()
     pipe = pipe_of(layers(), loss_fn=contrastive)

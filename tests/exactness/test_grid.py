@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import NoChunk, PipeSequential, pop, skippable, stash
+from pipework import PipeSequential, pop, skippable, stash
 from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.schedule import SCHEDULES
 from pipework.skip import Namespace
@@ -294,25 +294,3 @@ def test_deferred_batch_norm(
         assert isinstance(deferred, DeferredBatchNorm)
         for expected, actual in zip(whole.buffers(), deferred.buffers(), strict=True):
             torch.testing.assert_close(actual.to(expected.device), expected, rtol=tolerance, atol=tolerance)
-
-
-# A tensor that every micro-batch gets whole
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("balance", BALANCES[1:4], ids=str)
-def test_a_tensor_given_whole_gets_the_sum_of_the_micro_batches(way: Any, balance: list[int], checkpoint: str) -> None:
-    def scaled_sum(output: Tensor, target: Tensor) -> Tensor:
-        return (output * target).sum()
-
-    plain = several_inputs()
-    pipe = way.pipe(plain, CHUNKS, checkpoint, balance=balance, loss_fn=scaled_sum, loss_reduction="sum")
-    x, y, _ = two_inputs(7)
-    mask, target = torch.rand(1, 1, requires_grad=True), torch.randn(7, 6)
-    pieces = [tensor.tensor_split(CHUNKS) for tensor in (x, y, target)]
-    losses = [scaled_sum(plain(a, b, mask), c) for a, b, c in zip(*pieces, strict=True)]
-    expected = sum(torch.autograd.grad(loss, mask)[0] for loss in losses)
-    loss = way.loss(pipe, (x, y, NoChunk(mask)), target, scaled_sum)
-    torch.testing.assert_close(loss, sum(losses))
-    loss.backward()
-    assert torch.equal(mask.grad, expected)

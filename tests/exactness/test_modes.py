@@ -128,22 +128,6 @@ def test_the_modes_of_a_backward_are_those_around_it() -> None:
     assert (forward.products, backward.products) == (12, 20)
 
 
-@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
-def test_an_error_in_a_mode_is_the_callers_and_the_pipe_goes_on(way: Any) -> None:
-    class Refusing(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.tanh.default:
-                raise ValueError("no tanh here")
-            return func(*args, **(kwargs or {}))
-
-    module, x, y = model(), torch.randn(12, 8), torch.randn(12)
-    pipe = way.pipe(module, 4, balance=BALANCE)
-    with Refusing(), pytest.raises(ValueError, match="no tanh here") as caught:
-        way.loss(pipe, x, y)
-    assert any("in layer '1' (Tanh)" in note for note in caught.value.__notes__)
-    torch.testing.assert_close(way.loss(pipe, x, y), way.reference(module, x, y, 4, key=0).loss)
-
-
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_context_variables_reach_the_layers(way: Any, checkpoint: str) -> None:
     scale = contextvars.ContextVar("scale", default=1.0)

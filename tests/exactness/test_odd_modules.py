@@ -337,24 +337,6 @@ def test_what_the_user_or_one_stage_alone_has_changed_is_not_undone() -> None:
 
 
 @pytest.mark.one_process("changes or looks at layers by their position")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_two_mini_batches_may_be_under_way_on_a_shared_module(checkpoint: str) -> None:
-    shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    plain = nn.Sequential(shared, nn.Linear(4, 4), shared).double()
-    pipe = in_two(copy.deepcopy(plain), checkpoint)
-    batches = torch.randn(2, 6, 4, dtype=torch.float64)
-    fired: list[torch.Tensor] = []
-    pipe[0][0].weight.register_hook(fired.append)
-    losses = [[model(x).square().sum() for x in batches] for model in (plain, pipe)]
-    for expected, loss in zip(*losses, strict=True):
-        gradients = torch.autograd.grad(loss, list(pipe.parameters()))
-        for actual, wanted in zip(gradients, torch.autograd.grad(expected, list(plain.parameters())), strict=True):
-            torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-14)
-    assert len(fired) == 2
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-
-
-@pytest.mark.one_process("changes or looks at layers by their position")
 def test_a_child_of_a_shared_module_may_be_replaced() -> None:
     shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     module = nn.Sequential(shared, nn.Linear(4, 4), shared)

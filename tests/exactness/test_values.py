@@ -245,38 +245,6 @@ def test_rows_in_another_dimension(way: Any, cut: str) -> None:
         assert torch.equal(pipe.get_parameter(name).grad, parameter.grad), name
 
 
-@pytest.mark.parametrize("balance", [[2], [1, 1]])
-def test_a_scalar_per_micro_batch_is_averaged_by_rows(balance: list[int]) -> None:
-    class MeanLoss(nn.Module):
-        def forward(self, x):
-            return x.square().mean()
-
-    plain = nn.Sequential(nn.Linear(3, 3), MeanLoss()).double()
-    pipe = outside(plain, 3, balance=balance)
-    x = torch.randn(7, 3, dtype=torch.float64)
-    loss, expected = pipe(x), plain(x)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    loss.backward()
-    expected.backward()
-    for actual, wanted in zip(pipe.parameters(), held(plain, pipe).parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, wanted.grad, rtol=1e-12, atol=1e-15)
-
-
-def test_pipe_sequential_spreads_even_a_tuple_of_one() -> None:
-    class One(nn.Module):
-        def forward(self, x):
-            return (x + 1,)
-
-    class Take(nn.Module):
-        def forward(self, x):
-            return x * 2
-
-    module = PipeSequential(One(), Take())
-    x = torch.ones(4, 1)
-    for balance in ([2], [1, 1]):
-        assert torch.equal(outside(module, 2, balance=balance)(x), module(x))
-
-
 @pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
 def test_a_mini_batch_that_failed_leaves_nothing_in_deferred_statistics(way: Any) -> None:
     class Sometimes(nn.Module):
