@@ -1,6 +1,5 @@
 """examples/old: scripts that import what is no longer there run unchanged, and learn."""
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -67,9 +66,3 @@ def test_none_of_them_knows_pipework(script: Path) -> None:
     assert f"    python -m pipework.compat examples/old/{script.name} " in code
     assert not re.search(r"^\s*(import|from) pipework", code, re.MULTILINE)
     assert script.name in (OLD / "README.md").read_text()
-
-
-def test_without_pipework_they_find_nothing(run_python: RunPython, environment: dict[str, str]) -> None:
-    ended = run_python([OLD / "transformer_sync.py"], env=environment)
-    assert ended.returncode == 1
-    assert ended.stderr.endswith("ModuleNotFoundError: No module named 'torch.distributed.pipeline'" + os.linesep)

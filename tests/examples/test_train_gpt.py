@@ -264,13 +264,6 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(
     assert losses(run) == before
 
 
-def test_a_batch_is_rows_of_text_and_the_bytes_that_follow(script: ModuleType) -> None:
-    x, y = script.draw_batch(torch.arange(script.CONTEXT + 5, dtype=torch.uint8), 7)
-    assert x.shape == (7, script.CONTEXT)
-    assert torch.equal(x, x[:, :1] + torch.arange(script.CONTEXT))
-    assert torch.equal(y, x + 1)
-
-
 def test_the_bigram_baseline_counts_pairs(script: ModuleType) -> None:
     text = torch.tensor([0, 1] * 128, dtype=torch.uint8)  # after 0 always 1: 128 times, after 1 always 0: 127 times
     x, y = torch.tensor([[0, 1, 0]]), torch.tensor([[1, 0, 0]])

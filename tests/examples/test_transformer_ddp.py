@@ -101,9 +101,7 @@ def test_ctrl_c_ends_both_after_the_same_step(environment: dict[str, str], tiny:
     ("options", "told"),
     [
         (["--batch-size", "5"], "--batch-size is 5: it must be a multiple of 2, the number of processes"),
-        (["--layers", "1", "--stages", "4"], "--stages is 4: there are only 3 layers"),
         (["--data", "missing.txt"], "missing.txt: No such file or directory"),
-        (["--plain"], "--plain"),
     ],
 )
 def test_a_mistake_costs_one_line_before_any_process_starts(

@@ -51,10 +51,3 @@ def test_a_difference_is_seen(
     assert script.main([]) == 1
     out = capsys.readouterr().out
     assert "loss      equal, to the last bit\ngradients DIFFERENT" in out
-
-
-def test_no_chunks_are_a_mistake(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main(["--chunks", "0"])
-    assert stopped.value.code == 2
-    assert "--chunks is 0: at least 1 is needed" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -121,15 +121,13 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, directory: Path, copy: Path, save:
     return disk.calls
 
 
-def scenarios() -> Iterator[tuple[str, list[int], int, int | None]]:
-    """What is there already, what is saved, and how many are kept."""
-    yield "the first", [], 1, None
-    yield "another", [1], 2, None
-    yield "the same again", [1, 2], 2, None
-    yield "and the oldest go", [1, 2, 3], 4, 2
-
-
-SCENARIOS = {name: rest for name, *rest in scenarios()}
+# What is there already, what is saved, and how many are kept.
+SCENARIOS = {
+    "the first": ([], 1, None),
+    "another": ([1], 2, None),
+    "the same again": ([1, 2], 2, None),
+    "and the oldest go": ([1, 2, 3], 4, 2),
+}
 
 
 def crash_everywhere(monkeypatch, tmp_path, scenario, dead, chosen: Callable[[int], list[int]]):

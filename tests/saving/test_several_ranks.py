@@ -10,44 +10,35 @@ from typing import Any
 import pytest
 import torch
 
-from pipework import Pipe, load_checkpoint, save_checkpoint
+from pipework import load_checkpoint, save_checkpoint
 from pipework.saving import files, load, manifest, save
 from pipework.saving.stages import stages_of
 from tests.saving.harness import Cut, assert_same, make_pipe, remembered, snapshot, stir
 
 
-class Gathering:
-    """The texts of an all-gather between threads, and a barrier at which they wait for each other."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.texts = [""] * size
-        self.barrier = threading.Barrier(size, timeout=60)
-
-
 class Rank:
-    """One of the threads, and the stages of its pipe that it holds.
+    """One of two threads, and the stages of its pipe that it holds.
 
     Its pipe has all stages, but what is not its own is never to be looked at.
     """
 
-    def __init__(self, gathering: Gathering, rank: int, held: set[int], stages: int, replica: tuple[int, int]) -> None:
-        self.gathering = gathering
-        self.rank = rank
-        self.replica, self.replicas = replica
-        self.shard, self.place = self.replica, {"dp": self.replica}
-        self.everyone = range(gathering.size)
-        self.pipe = make_pipe(Cut(stages, "gpipe"))
-        self.stages = {number: tensors for number, tensors in stages_of(self.pipe).items() if number in held}
+    replica, replicas, shard, everyone = 0, 1, 0, range(2)
+
+    def __init__(self, rank: int, texts: list[str], barrier: threading.Barrier) -> None:
+        self.rank, self.texts, self.barrier = rank, texts, barrier
+        self.place = {"dp": 0}
+        self.pipe = make_pipe(Cut(4, "gpipe"))
+        whole = stages_of(self.pipe)
+        self.stages = {number: whole[number] for number in (2 * rank, 2 * rank + 1)}
         own = [t for tensors in self.stages.values() for t in tensors.values() if isinstance(t, torch.nn.Parameter)]
         self.optimizer = torch.optim.Adam(own, lr=0.5)
         self.done: Any = None
 
     def all_gather_text(self, text: str) -> list[str]:
-        self.gathering.texts[self.rank] = text
-        self.gathering.barrier.wait()
-        texts = list(self.gathering.texts)
-        self.gathering.barrier.wait()
+        self.texts[self.rank] = text
+        self.barrier.wait()
+        texts = list(self.texts)
+        self.barrier.wait()
         return texts
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -60,13 +51,9 @@ class Rank:
 class Ranks:
     """All of them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *held: set[int], replicas: int = 1) -> None:
-        stages = max(map(max, held)) + 1
-        gathering = Gathering(len(held) * replicas)
-        self.ranks = [
-            Rank(gathering, number, held[number % len(held)], stages, (number // len(held), replicas))
-            for number in range(gathering.size)
-        ]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        texts, barrier = [""] * 2, threading.Barrier(2, timeout=60)
+        self.ranks = [Rank(number, texts, barrier) for number in range(2)]
         by_pipe = {rank.pipe: rank for rank in self.ranks}
         for module in (save, load):
             monkeypatch.setattr(module, "process_group_of", by_pipe.__getitem__)
@@ -117,18 +104,15 @@ def one_process(directory: Path, steps_done: tuple[int, ...] = (1,)) -> dict[str
     return states
 
 
-def stirred(ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Gives each rank something to remember; returns all of it."""
-    whole = {}
+def stirred(ranks: Ranks) -> None:
+    """Gives each rank something to remember."""
     for rank in ranks:
         stir(rank.pipe, rank.optimizer)
-        whole.update(rank.state())
-    return whole
 
 
 def test_each_reads_only_what_it_needs(monkeypatch, tmp_path):
     one_process(tmp_path)
-    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    ranks = Ranks(monkeypatch)
     seen: dict[str, set[str]] = {}
     check = manifest.verify_file
 
@@ -145,7 +129,7 @@ def test_each_reads_only_what_it_needs(monkeypatch, tmp_path):
 @pytest.mark.parametrize("file", ["model-stage-00003.safetensors", "optimizer-stage-00000.json", "training.json"])
 def test_damage_that_one_sees_turns_all_back(monkeypatch, tmp_path, caplog, file):
     states = one_process(tmp_path, steps_done=(1, 2))
-    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    ranks = Ranks(monkeypatch)
     (tmp_path / "step-00000002" / file).write_bytes(b"")
     with caplog.at_level(logging.WARNING, "pipework"):
         found = ranks.load(tmp_path)
@@ -159,7 +143,7 @@ def test_damage_that_one_sees_turns_all_back(monkeypatch, tmp_path, caplog, file
 
 def test_one_that_cannot_write_stops_all(monkeypatch, tmp_path):
     one_process(tmp_path)
-    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    ranks = Ranks(monkeypatch)
     stirred(ranks)
 
     def full(path, tensors, write=save.write_tensors):
@@ -178,7 +162,7 @@ def test_one_that_cannot_write_stops_all(monkeypatch, tmp_path):
 
 
 def test_different_steps_are_refused(monkeypatch, tmp_path):
-    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    ranks = Ranks(monkeypatch)
     errors = ranks.all(lambda rank: save_checkpoint(tmp_path / "run", rank.pipe, step=5 + rank.rank))
     assert all("the ranks save different steps, [5, 6]" in str(error) for error in errors)
     assert not (tmp_path / "run").exists()
@@ -186,7 +170,7 @@ def test_different_steps_are_refused(monkeypatch, tmp_path):
 
 def test_a_directory_of_ones_own_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(files, "_PATIENCE", 0.2)
-    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    ranks = Ranks(monkeypatch)
     first, second = ranks.all(lambda rank: save_checkpoint(tmp_path / str(rank.rank), rank.pipe, step=1))
     assert isinstance(second, FileNotFoundError)
     assert "must be on a file system that all processes share" in str(second)
@@ -195,7 +179,7 @@ def test_a_directory_of_ones_own_is_an_error(monkeypatch, tmp_path):
 
 def test_a_rank_that_cannot_take_over_takes_all_back(monkeypatch, tmp_path):
     one_process(tmp_path)
-    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    ranks = Ranks(monkeypatch)
     stirred(ranks)
     before = [{**rank.state(), **remembered(rank.optimizer)} for rank in ranks]
 
@@ -209,36 +193,9 @@ def test_a_rank_that_cannot_take_over_takes_all_back(monkeypatch, tmp_path):
         assert_same({**rank.state(), **remembered(rank.optimizer)}, old)
 
 
-def test_copies_of_a_shared_parameter_on_two_ranks(monkeypatch, tmp_path):
-    """Each rank has its own tensor and saves it; one process that holds both has one."""
-
-    def tied() -> Pipe:
-        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-        module[1].weight = module[0].weight
-        return Pipe(module, balance=[1, 1], devices=["cpu", "cpu"])
-
-    ranks = Ranks(monkeypatch, {0}, {1})
-    source = tied()
-    for rank in ranks:
-        pipe = tied()
-        pipe.load_state_dict(source.state_dict())
-        rank.stages = {rank.rank: stages_of(pipe)[rank.rank]}
-        rank.optimizer = torch.optim.Adam(rank.stages[rank.rank].values(), lr=0.5)
-        for parameter in rank.stages[rank.rank].values():
-            parameter.grad = torch.ones_like(parameter)
-        rank.optimizer.step()
-    ranks.save(tmp_path)
-    monkeypatch.undo()
-    pipe = tied()
-    optimizer = torch.optim.Adam(pipe.parameters())
-    load_checkpoint(tmp_path, pipe, optimizer)
-    assert torch.equal(pipe[0].weight, ranks[1].stages[1]["1.weight"])
-    assert optimizer.state[pipe[0].weight]["step"] == 1
-
-
 def test_what_one_alone_was_given(monkeypatch, tmp_path):
     """As where the first stage has no parameters, and so no scheduler; and data that the last rank alone reads."""
-    ranks = Ranks(monkeypatch, {0, 1}, {2, 3})
+    ranks = Ranks(monkeypatch)
     schedulers = [torch.optim.lr_scheduler.StepLR(rank.optimizer, 3) for rank in ranks]
     schedulers[1].last_epoch = 7
 
