@@ -1,6 +1,5 @@
 """Which stages, workers and devices a schedule gets."""
 
-import copy
 import logging
 from typing import Any
 
@@ -133,19 +132,11 @@ def test_what_does_not_fit_is_refused(schedule: Any, options: dict[str, Any], er
         ("interleaved-1f1b", ScheduleSpec(interleaved_1f1b, 2, several=True)),
     ],
 )
-def test_a_spec_of_ones_own_is_planned_and_run_like_its_name(name: str, spec: ScheduleSpec) -> None:
+def test_a_spec_of_ones_own_is_planned_like_its_name(name: str, spec: ScheduleSpec) -> None:
     for options in ({"devices": ["cpu"] * 2}, {"balance": [2, 2, 2, 2]}):
         mine, known = plan(spec, **options), plan(name, **options)
         assert (mine.partitioning, mine.placement) == (known.partitioning, known.placement)
-    plain = layers()
-    gradients = []
-    for schedule in (name, spec):
-        module = copy.deepcopy(plain)
-        pipe = Pipe(module, 4, schedule=schedule, loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2)
-        for rows in (8, 3):  # the second makes three micro-batches
-            pipe(torch.ones(rows, 2), target=torch.zeros(rows, 2)).backward()
-        gradients.append([weight.grad for weight in module.parameters()])
-    assert all(map(torch.equal, *gradients))
+        assert mine.schedule(3) == known.schedule(3)
 
 
 @pytest.mark.parametrize(
@@ -205,20 +196,3 @@ def test_a_pipe_has_one_device_per_worker_and_one_entry_of_balance_per_stage() -
     assert [line.split()[2:4] for line in str(pipe).splitlines()[2:6]] == [
         ["(worker", f"{worker})"] for worker in (0, 1, 0, 1)
     ]
-
-
-@pytest.mark.parametrize(("schedule", "balance"), [("eager-1f1b", [2, 3, 3]), ("hanayo", [2, 1, 3, 2])])
-def test_any_placement_gives_the_same_bits(schedule: str, balance: list[int]) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
-    x, y = torch.randn(8, 3), torch.randn(8, 3)
-    results = []
-    for name, split in (("gpipe", [8]), (schedule, balance)):
-        module = copy.deepcopy(plain)
-        workers = 2 if name == "hanayo" else len(split)
-        mse = nn.functional.mse_loss
-        pipe = Pipe(module, 4, schedule=name, loss_fn=mse, balance=split, devices=["cpu"] * workers)
-        loss = pipe(x, target=y)
-        loss.backward()
-        results.append([loss.detach(), *(weight.grad for weight in module.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.memory import v_half
-from benchmarks.memory.live import CALLER, ON_ITS_WAY, LiveStorages
+from benchmarks.memory.live import CALLER, LiveStorages
 from tests.programs import RunPython
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,19 +145,3 @@ def test_live_storages_are_seen_with_what_operators_keep_and_let_go() -> None:
     assert storages.peak(CALLER, lambda block: not block.gradient) == 2 * x.nbytes
     assert storages.peak_kept(CALLER, lambda block: not block.gradient) == x.nbytes
     assert storages.peak(CALLER, lambda block: block.label != "") == weight.nbytes
-
-
-def test_a_copy_is_the_receivers_from_the_moment_on_in_which_it_is_taken() -> None:
-    storages = LiveStorages()
-    with storages.watching([]):
-        kept = torch.ones(4)
-        copy = storages.copied(kept, ON_ITS_WAY)
-        storages.moment(1)
-        storages.taken([copy, None], 1)
-        storages.moment(1)
-    assert [sign for sign, block in storages.events if block.owner == 1] == [0, +1, 0]
-    assert storages.peak(ON_ITS_WAY, lambda block: True) == copy.nbytes
-    assert storages.peak_kept(1, lambda block: True) == copy.nbytes
-    del copy
-    assert storages.events[-1][0] == -1
-    assert storages.events[-1][1].owner == 1

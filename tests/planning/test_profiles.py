@@ -1,6 +1,4 @@
-import copy
 import json
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,11 +41,6 @@ def test_devices_are_known_by_name_and_by_kind() -> None:
         profile.kind_of("cuda:0")
     with pytest.raises(ValueError, match="at least 1"):
         profile.at(0)
-
-
-def test_copies_and_pickles() -> None:
-    profile = made([1.0])
-    assert pickle.loads(pickle.dumps(profile)) == profile == copy.deepcopy(profile)
 
 
 def test_whether_the_input_is_saved_is_no_number_to_interpolate() -> None:

@@ -51,10 +51,6 @@ def test_a_plan_is_not_slower_than_cuts_made_by_hand() -> None:
     assert plan.seconds <= min(plan.named.values())
 
 
-def test_iterations_give_the_same_plan_each_time() -> None:
-    assert planned(iterations=25) == planned(iterations=25)
-
-
 @pytest.mark.parametrize("limit", [4600, 3400])
 def test_limits_hold_and_cost_recomputation(limit: int) -> None:
     profile = made(UNEVEN, kept=[40] * 8)

@@ -135,11 +135,6 @@ def test_nonsense_is_refused(options: dict[str, Any], error: type[Exception], me
         measured(**options)
 
 
-def test_a_plan_from_a_profile_needs_no_model() -> None:
-    found = measured()
-    assert pipework.plan(found, devices=["cpu", "cpu"], iterations=20, chunks=4).chunks == 4
-
-
 class InACycle(nn.Module):
     """Leaves its output in a cycle of objects, which Python frees some time later: here, in the next forward."""
 
