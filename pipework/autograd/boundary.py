@@ -145,9 +145,9 @@ def gradients(
     """
     takers: dict[int, _Taker] = {}
     differentiable = list(filter(_requires_grad, leaves))
-    hooks = [functools.partial(_see, takers, leaf) for leaf in differentiable]
-    pairs = zip(differentiable, hooks, strict=True)
-    handles = [leaf.register_hook(hook) for leaf, hook in pairs]  # type: ignore[no-untyped-call]
+    handles = []
+    for leaf in differentiable:
+        handles.append(leaf.register_hook(functools.partial(_see, takers, leaf)))  # type: ignore[no-untyped-call]
     try:
         differentiate(*arguments)
     finally:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from pipework.runtime.failure import add_note
 from pipework.runtime.stage.layer_errors import note_returned
@@ -183,15 +182,18 @@ class LossRun:
         self.targets.clear()
         self._loss.seen = None
 
-    def gradient(self, root: Tensor | GradientEdge | None) -> Tensor | None:
+    def gradient(self, root: Any) -> Tensor | None:
         """The gradient of a micro-batch's loss, with which its backward starts; None if the loss has no graph.
 
         It has memory of its own, because a backward may overwrite it.
+
+        Args:
+            root: where the backward starts: the loss itself.
         """
         if root is None:
             return None
-        loss, scale = cast("Tensor", root), self._loss.scale  # a loss is kept itself, and not as its edge
-        return loss.new_empty(()).copy_(scale) if isinstance(scale, Tensor) else loss.new_full((), scale)
+        scale = self._loss.scale
+        return root.new_empty(()).copy_(scale) if isinstance(scale, Tensor) else root.new_full((), scale)  # type: ignore[no-any-return]
 
     def outputs(
         self,
