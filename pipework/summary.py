@@ -11,8 +11,6 @@ from pipework.values.dtensor import is_over_processes, local_part
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
-
     from pipework.pipe import Pipe
 
 
@@ -20,9 +18,9 @@ def table(pipe: Pipe) -> str:
     """The partitions with their devices and sizes, then schedule, chunks, checkpoint mode and predicted bubble.
 
     For a partition in another process, only its rank and number of layers are known. If layers are sharded, a column
-    says how much of them is in this process. The bubble is the idle share of
-    the workers' time if all partitions take equally long and a backward takes twice as long as a forward. A last line
-    says which partitions share parameters from process to process.
+    says how much of them is in this process. The bubble is the idle share of the workers' time if all partitions take
+    equally long and a backward takes twice as long as a forward. A last line says which partitions share parameters
+    from process to process.
     """
     heading = f"Pipe: {counted(sum(pipe.balance), 'layer')} in {counted(len(pipe.balance), 'partition')}"
     if not pipe.balance:
@@ -44,17 +42,12 @@ def table(pipe: Pipe) -> str:
         if number not in here:
             rows.append((str(number), device, f"({layers})", *(["-"] * (len(rows[0]) - 3))))
             continue
-        parameters = list(here[number].parameters())
-        rows.append(
-            (
-                str(number),
-                device,
-                _layers(here[number]),
-                f"{sum(parameter.numel() for parameter in parameters):,}",
-                readable_bytes(sum(parameter.nbytes for parameter in parameters)),
-                *([readable_bytes(sum(local_part(each).nbytes for each in parameters))] if sharded else []),
-            )
-        )
+        parameters, names = list(here[number].parameters()), list(here[number]._modules)
+        layers_here = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+        sizes = [sum(each.nbytes for each in parameters)]
+        sizes += [sum(local_part(each).nbytes for each in parameters)] if sharded else []
+        count = sum(each.numel() for each in parameters)
+        rows.append((str(number), device, layers_here, f"{count:,}", *map(readable_bytes, sizes)))
     summary = (
         f"schedule {schedule.name}, {counted(pipe.chunks, 'chunk')}, checkpoint {pipe.checkpoint!r}, "
         f"bubble {simulate(schedule).bubble:.1%} if all partitions take equally long"
@@ -89,8 +82,3 @@ def _tied(stages: Sequence[tuple[int, ...]]) -> list[str]:
         f"partitions {which} share {counted(len(stages), 'parameter')} in different processes: the last bit of the "
         "gradient may differ from the un-partitioned model's"
     ]
-
-
-def _layers(partition: nn.Sequential) -> str:
-    names = list(partition._modules)
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from pipework.cli import env
-from pipework.cli.arguments import Report
+from pipework.cli.arguments import Report, add_command
 from pipework.schedule.draw.units import aligned, counted
 
 if TYPE_CHECKING:
@@ -26,30 +26,19 @@ _INTERRUPTED: Final = 130  # as shells have it
 
 def add_to(commands: Commands) -> None:
     """Add the command to a parser."""
-    parser = commands.add_parser(
-        "check-device",
-        help="check that pipes compute the right bits on this machine's devices",
-        description="Train small pipes on each device, and across each ordered pair of devices, and compare loss, "
-        "outputs and gradients with the plain model there, bit by bit, while streams are delayed and used memory is "
-        "overwritten. The exit status is 0 if all is right, 1 if something is wrong, 2 if an "
-        "argument is, and 130 after Ctrl-C.",
-        epilog="example: python -m pipework check-device --devices 0 1 cpu --seconds 30",
+    text = "check that pipes compute the right bits on this machine's devices"
+    more = (
+        "Small pipes are trained on each device, and across each ordered pair of devices, and loss, outputs and "
+        "gradients are compared with those of the plain model there, bit by bit, while streams are delayed and used "
+        "memory is overwritten. The exit status is 0 if all is right, 1 if something is wrong, 2 if an argument is, "
+        "and 130 after Ctrl-C. Example: python -m pipework check-device --devices 0 1 cpu --seconds 30"
     )
-    parser.add_argument(
-        "--devices",
-        nargs="+",
-        metavar="DEVICE",
-        help="numbers of accelerators, or names such as cuda:0 and cpu (default: all accelerators and the CPU)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=_seconds,
-        default=50.0,
-        metavar="S",
-        help="how long to go on with further cases; each device and link is checked at least once (default 50)",
-    )
+    parser = add_command(commands, "check-device", run, text, more)
+    about = "numbers of accelerators, or names such as cuda:0 and cpu (default: all accelerators and the CPU)"
+    parser.add_argument("--devices", nargs="+", metavar="DEVICE", help=about)
+    about = "how long to go on with further cases; each device and link is checked at least once (default 50)"
+    parser.add_argument("--seconds", type=_seconds, default=50.0, metavar="S", help=about)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -107,10 +96,7 @@ def _lines(findings: Findings) -> list[str]:
     only_cpu = all(place.source.type == "cpu" for place in findings.places)
     lines = ["No accelerator is checked, only the CPU: this says nothing about GPUs."] if only_cpu else []
     rows = [("device or link", "verdict", "cases")]
-    rows += [
-        (each.name, each.verdict.upper() if each.failures else each.verdict, str(each.cases))
-        for each in findings.places
-    ]
+    rows += [(each.name, each.verdict, str(each.cases)) for each in findings.places]
     lines += [*aligned(rows, left={0, 1}), ""]
     for place in findings.places:
         lines += _notes(place)

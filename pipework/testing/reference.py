@@ -170,14 +170,9 @@ def reference_backward(
 
 def joined(outputs: Sequence[Tensor], inputs: Any) -> Any:
     """The outputs of the micro-batches, concatenated or as `MicroBatches`, as the inputs are."""
-    if _given(inputs):
+    if any(isinstance(each, MicroBatches) for each in (inputs if isinstance(inputs, tuple) else (inputs,))):
         return MicroBatches(outputs)
     return torch.cat(list(outputs)) if len(outputs) > 1 else outputs[0]  # as a pipe does, with the output's strides
-
-
-def _given(inputs: Any) -> list[MicroBatches]:
-    every = inputs if isinstance(inputs, tuple) else (inputs,)
-    return [each for each in every if isinstance(each, MicroBatches)]
 
 
 def micro_batches(inputs: Any, chunks: int) -> list[tuple[Any, ...]]:
@@ -187,11 +182,14 @@ def micro_batches(inputs: Any, chunks: int) -> list[tuple[Any, ...]]:
         >>> [len(rows) for rows, in micro_batches(torch.zeros(9, 2), 4)]
         [3, 2, 2, 2]
     """
-    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-    if given := _given(inputs):
-        whole = [each if isinstance(each, MicroBatches) else [each] * len(given[0]) for each in tensors]
-        return list(zip(*whole, strict=True))
-    return list(zip(*(tensor.tensor_split(max(1, min(chunks, len(tensor)))) for tensor in tensors), strict=True))
+    every = inputs if isinstance(inputs, tuple) else (inputs,)
+    given = [len(each) for each in every if isinstance(each, MicroBatches)]
+    if given:  # what is no `MicroBatches` goes to each of them whole
+        return list(
+            zip(*(each if isinstance(each, MicroBatches) else [each] * given[0] for each in every), strict=True)
+        )
+    count = max(1, min(chunks, len(every[0])))
+    return list(zip(*(each.tensor_split(count) for each in every), strict=True))
 
 
 @contextlib.contextmanager

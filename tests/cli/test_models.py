@@ -1,7 +1,5 @@
-import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -109,44 +107,6 @@ def test_mistakes_are_one_line_and_nothing_is_written(tmp_path, monkeypatch, cap
     assert said in err
     assert err.count("\n") == 1
     assert set(tmp_path.iterdir()) == before
-
-
-def test_spaces_and_commas_too_many_are_left_out(capsys, profile):
-    words = ("--devices", "device, device,", "--schedules", "1F1B, gpipe", "--memory", "device=1MiB,")
-    assert run(profile, "--iterations", "5", "--quiet", *words) == 0
-    assert "6 layers on 2 workers" in capsys.readouterr().out
-
-
-def test_seconds_are_a_number(capsys, profile):
-    for text in ("nan", "-1", "0"):
-        assert run(profile, "--workers", "2", "--seconds", text) == 2
-        assert f"seconds is {float(text)}: wanted a number above 0" in capsys.readouterr().err
-
-
-def test_a_file_that_is_no_profile(tmp_path, capsys, profile):
-    for name, text, said in (
-        ("text.json", "layers", "text.json is no profile: Expecting value"),
-        ("plan.json", json.dumps({"format": "pipework plan 1"}), "plan.json is no profile: wanted an object of format"),
-        ("list.json", "[]", "list.json is no profile: wanted an object of format"),
-        ("half.json", json.dumps({"format": "pipework profile 1"}), "half.json is no profile: it has no 'batch'"),
-    ):
-        (tmp_path / name).write_text(text)
-        assert run(str(tmp_path / name), "--workers", "2") == 2
-        assert said in capsys.readouterr().err
-    (tmp_path / "bytes.json").write_bytes(bytes(range(256)))
-    assert run(str(tmp_path / "bytes.json"), "--workers", "2") == 2
-    assert "bytes.json is no profile: " in capsys.readouterr().err
-    assert run(str(tmp_path / "missing.json"), "--workers", "2") == 2
-    assert "missing.json" in capsys.readouterr().err
-
-
-def test_the_kind_of_device_may_say_how_much_memory_it_has(tmp_path, capsys):
-    path = tmp_path / "profile.json"
-    found = made([1] * 4)
-    kinds = {name: replace(kind, memory=3 * 2**20) for name, kind in found.kinds.items()}
-    replace(found, kinds=kinds).save(path)
-    assert run(str(path), "--workers", "2", "--iterations", "5", "--quiet") == 0
-    assert "3 MiB" in capsys.readouterr().out
 
 
 def test_it_needs_no_torch(profile):

@@ -8,7 +8,6 @@ from pipework.schedule import (
     SCHEDULES,
     Costs,
     build,
-    compare,
     fill_drain,
     from_csv,
     from_json,
@@ -20,7 +19,6 @@ from pipework.schedule import (
     with_communication,
     zb_v,
 )
-from pipework.timeline import Recording
 
 
 def run(*words):
@@ -151,18 +149,6 @@ def test_a_table_of_all_schedules_sorted_by_time(capsys):
     assert capsys.readouterr().out.startswith("no schedule fits\n\ndo not fit:\n")
 
 
-def test_costs_that_were_measured_and_saved(tmp_path, capsys):
-    recording = Recording()
-    found = simulate(fill_drain(2, 4), Costs(forward=[1, 2], backward=[3, 4]))
-    recording.begin(0, found.schedule)
-    recording.add(0, found.timeline.intervals)
-    file = tmp_path / "costs.json"
-    recording.costs().save(file)
-    assert run("compare", "--workers", "2", "--chunks", "4", "--costs", file) == 0
-    said = capsys.readouterr().out
-    assert said.splitlines()[1:] == str(compare(workers=2, chunks=4, costs=recording.costs())).splitlines()[1:]
-
-
 DEFAULT_COSTS = "  for the default costs; give those of your model with --costs"
 
 
@@ -180,14 +166,6 @@ def test_a_schedule_that_can_be_executed(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "gradients are not formed in the order of micro-batches" in said
     assert DEFAULT_COSTS not in said
-
-
-def test_costs_of_each_worker(tmp_path, capsys):
-    (tmp_path / "costs.json").write_text('{"forward": [2, 1], "backward": [2, 3], "transfer": [0.5]}')
-    file = tmp_path / "uneven.csv"
-    file.write_text("0F0,2F0,2B0,0B0\n1F0,1B0")
-    assert run("check", file, "--costs", tmp_path / "costs.json") == 0
-    assert "makespan 10, " in capsys.readouterr().out
 
 
 def test_one_that_cannot_be_executed(tmp_path, capsys):

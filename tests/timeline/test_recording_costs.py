@@ -1,6 +1,6 @@
 import pytest
 
-from pipework.schedule import Action, Costs, Interval, Timeline, build, compare, simulate, with_recompute
+from pipework.schedule import Action, Costs, Interval, Timeline, build, simulate, with_recompute
 from pipework.timeline.recording import measured_costs
 
 COSTS = Costs(
@@ -67,15 +67,6 @@ def test_what_one_stage_never_did_follows_from_what_it_did():
     duration = measured_costs([line], stages=3).spread(3).duration
     assert (duration["B"], duration["I"], duration["W"]) == ((3, 3, 0), (1.5, 2, 0), (1.5, 1, 0))
     assert duration["R"] == (1, 4, 5)
-
-
-def test_schedules_with_halves_can_be_compared_by_costs_of_one_without():
-    measured = simulate(build("1f1b", workers=4, chunks=8)).timeline
-    found = compare(workers=4, chunks=8, costs=measured_costs([measured], stages=4))
-    wanted = compare(workers=4, chunks=8)
-    assert {name: each.makespan for name, each in found.fitting.items()} == {
-        name: each.makespan for name, each in wanted.fitting.items()
-    }
 
 
 def test_nothing_measured():

@@ -13,22 +13,6 @@ def found(computation, communication=(), workers=3):
     return [(name, [(names[stop[:2]], *stop) for stop in stops]) for name, stops in flows(line, rows)]
 
 
-def test_a_value_goes_by_way_of_the_channels():
-    computation = [at(0, "0F0", 0, 2), at(1, "1F0", 4, 6)]
-    communication = [at(0, "0SEND_F0", 2, 4), at(1, "1RECV_F0", 2, 4)]
-    assert found(computation, communication) == [
-        ("value", [("compute", 0, 0, 1), ("send", 0, 1, 3), ("receive", 1, 1, 3.5), ("compute", 1, 0, 5)])
-    ]
-
-
-def test_a_gradient_comes_from_the_input_gradient_half_and_goes_to_a_backward():
-    computation = [at(1, "1I0", 0, 2), at(1, "1W0", 2, 4), at(0, "0B0", 4, 8)]
-    communication = [at(1, "1SEND_B0", 2, 4), at(0, "0RECV_B0", 2, 4)]
-    assert found(computation, communication) == [
-        ("gradient", [("compute", 1, 0, 1), ("send", 1, 1, 3), ("receive", 0, 1, 3.5), ("compute", 0, 0, 6)])
-    ]
-
-
 def test_a_skip_connection_has_a_flow_of_its_own():
     computation = [at(stage, f"{stage}F0", 2 * stage, 2 * stage + 1) for stage in range(3)]
     communication = [
