@@ -86,7 +86,8 @@ class PeerGroup(Backend):
             spec: the pipe.
             contract: what must be equal on all ranks, see `agreement`.
             tensors: this rank's parameters and buffers, which get the values of those of the first replica.
-            open_workers: see `PipeSpec`; a method of an object that lives as long as the pipe, and is not kept.
+            open_workers: see `PipeSpec`. It is a method of an object that lives as long as the pipe. Only a weak
+                reference to it is kept.
 
         Raises:
             ValueError: the ranks disagree about the pipe.
@@ -144,7 +145,7 @@ class PeerGroup(Backend):
             raise
 
     def _named(self, position: int) -> str:
-        """A rank in messages."""
+        """How messages name a rank, such as "rank 3 (stage 1, replica 1)"."""
         place = self.mesh.place(position)
         which = [named_stages(self._placement, position % len(self.pipe_ranks))]
         only = self.mesh.replica_dimensions
@@ -199,7 +200,7 @@ class PeerGroup(Backend):
 
         With other pipes in the mesh the error is reported all the same, because they do not raise it.
         """
-        if self.connections.replicas is None and "layers" not in self.connections.groups:
+        if not self.connections.every_replicas and "layers" not in self.connections.groups:
             self._common_error = error
         return error
 
@@ -210,8 +211,9 @@ class PeerGroup(Backend):
     def asked_to_stop(self) -> bool:
         """Whether any process was asked to end. The last ranks of all pipes call this, and get the same answer."""
         asked = self._preemption.requested
-        replicas, layers = self.connections.replicas, self.connections.groups.get("layers")
-        asked = asked if replicas is None else replicas.any_of(asked)
+        for replicas in self.connections.every_replicas[:1]:
+            asked = replicas.any_of(asked)
+        layers = self.connections.groups.get("layers")
         return asked if layers is None else bool(groups.begin_exchange(layers, groups.ANY, [asked])().any())
 
     def gather(self, name: str, text: str) -> list[str]:

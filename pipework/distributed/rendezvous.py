@@ -53,11 +53,12 @@ class Connections:
     Attributes:
         groups: for tensors on the CPU, by name: "control" is of all workers of this pipe, "everyone" of all ranks, and
             "layers", if there are several, of those that compute the same layers on the same data.
-        channels: to the workers that this one has to do with.
-        device_groups: for tensors on accelerators; in the same order on all ranks that have two of them.
-        every_replicas: all that average gradients, in the order in which each replica uses them. The first has all
-            ranks that hold the same stages, the others those that share parameters which the rest do not.
-        tied: the parameters that other ranks have, too.
+        channels: by worker, to each one with which this one exchanges messages.
+        device_groups: for tensors on accelerators. Two ranks that share several have them in the same order.
+        every_replicas: the groups of ranks that average gradients, in the order in which each rank uses them. The first
+            has all ranks that hold the same stages. Each of the others has some of them, such as those with the same
+            experts.
+        tied: parameters of which other ranks have copies.
     """
 
     tied: TiedParameters
@@ -73,11 +74,6 @@ class Connections:
         self.channels: dict[int, Channel] = {}
         self.device_groups: list[Group] = []
         self.every_replicas: list[DataParallel] = []
-
-    @property
-    def replicas(self) -> DataParallel | None:
-        """The ranks that hold the same stages; None: there are no others."""
-        return self.every_replicas[0] if self.every_replicas else None
 
     def abort(self) -> None:
         """Ends all transfers for good."""

@@ -46,8 +46,8 @@ class SharedTensors:
         local_names: of the parameters that ranks have values of their own of, and over which dimensions of the mesh.
 
     Attributes:
-        any_are_local: whether any of the model are, here or in other stages.
-        local: by the ids of those that are local, the ranks that have the same values as this one.
+        any_are_local: whether a parameter of the model is local, in this stage or in another one.
+        local: for the id of each local parameter, the ranks that have the same values as this one.
         averaging: the groups of ranks over which gradients are averaged; the first has all replicas.
 
     Raises:
@@ -74,7 +74,7 @@ class SharedTensors:
         self.averaging = [ranks for ranks in self.averaging if ranks in used]
 
     def among(self, ranks: Sequence[int]) -> list[tuple[str, Tensor]]:
-        """Those that these ranks share, by name."""
+        """The tensors that these ranks share, each with its name."""
         return [(name, tensor) for name, tensor in self._named if self.is_shared(tensor, ranks)]
 
     def is_shared(self, tensor: Tensor, ranks: Sequence[int]) -> bool:
@@ -83,7 +83,7 @@ class SharedTensors:
         return {*ranks} <= {*same} and not differs_over(tensor, ranks)
 
     def averaged_over(self, tensor: Tensor) -> tuple[int, ...]:
-        """The ranks over which the gradient of a tensor is averaged: most replicas that share it; () if none do."""
+        """The ranks over which the gradient of a tensor is averaged: as many replicas as share it; () if none do."""
         if id(tensor) in self._averaged_over:
             return self._averaged_over[id(tensor)]
         if not is_dtensor(tensor):  # as most
@@ -91,11 +91,17 @@ class SharedTensors:
         return self._find_averaging("a parameter", tensor)  # of a layer that was sharded after the pipe was made
 
     def _find_averaging(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """See `averaged_over`. Raises a ValueError if the ranks of a DTensor do not go with those that share it."""
-        self._refuse_shards_of_local(name, tensor)
+        """See `averaged_over`. Raises a ValueError if a DTensor is sharded over other ranks than may share it."""
+        same, lines = self.local.get(id(tensor)), sharding_ranks(tensor)
+        if same is not None and not all({*line} <= {*same} for line in lines):
+            raise ValueError(
+                f"{name} is one of the local_parameters, of which ranks have values of their own, and it is sharded "
+                f"over such ranks ({placement_text(tensor)}): shard it over others, leave it out of fully_shard by "
+                "ignored_params=, or take it out of local_parameters"
+            )
         found = next((ranks for ranks in self.averaging if self.is_shared(tensor, ranks)), ())
-        parts = math.prod(len({*line} & {*self._replicas}) or 1 for line in sharding_ranks(tensor))
-        if id(tensor) not in self.local and parts * max(1, len(found)) != max(1, len(self._replicas)):
+        parts = math.prod(len({*line} & {*self._replicas}) or 1 for line in lines)
+        if same is None and parts * max(1, len(found)) != max(1, len(self._replicas)):
             raise ValueError(
                 f"{name} is sharded over some of the replicas ({placement_text(tensor)}), and nothing says which of "
                 "the others have the same part: give the pipe's mesh a dimension for that before Pipe(...), shard "
@@ -103,23 +109,14 @@ class SharedTensors:
             )
         return found
 
-    def _refuse_shards_of_local(self, name: str, tensor: Tensor) -> None:
-        same = self.local.get(id(tensor))
-        if same is not None and not all({*line} <= {*same} for line in sharding_ranks(tensor)):
-            raise ValueError(
-                f"{name} is one of the local_parameters, of which ranks have values of their own, and it is sharded "
-                f"over such ranks ({placement_text(tensor)}): shard it over others, leave it out of fully_shard by "
-                "ignored_params=, or take it out of local_parameters"
-            )
-
     def is_compared(self, tensor: Tensor, ranks: Sequence[int]) -> bool:
-        """Whether these replicas must all train a parameter, or none of them."""
+        """Whether all of these replicas must train a parameter, or none of them."""
         over = self.averaged_over(tensor)
         everyone = tuple(ranks) == self._replicas  # all that hold a part of a DTensor take its norm together
         return over == tuple(ranks) or (everyone and is_dtensor(tensor) and id(tensor) not in self.local)
 
     def compared(self, ranks: Sequence[int]) -> list[tuple[str, Tensor]]:
-        """Those of which these replicas must train the same, by name."""
+        """The tensors that all of these replicas must train, or none of them; each with its name."""
         return [(name, tensor) for name, tensor in self._named if self.is_compared(tensor, ranks)]
 
     def in_parts(self, tensor: Tensor) -> bool:
@@ -127,7 +124,7 @@ class SharedTensors:
         return differs_over(tensor, self._replicas)
 
     def averaged(self, ranks: Sequence[int]) -> list[tuple[str, Tensor]]:
-        """Those whose gradients are averaged over just these ranks, by name."""
+        """The tensors whose gradients are averaged over just these ranks, each with its name."""
         return [(name, tensor) for name, tensor in self._named if self.averaged_over(tensor) == tuple(ranks)]
 
     @property

@@ -281,7 +281,7 @@ class FailureDetector:
         return self._find_lost() or self._find_crossing(mine) or self._find_mismatch(mine)
 
     def _find_lost(self) -> PeerFailure | None:
-        """The rank that is silent for longest, if that is too long."""
+        """A rank whose last heartbeat is too old; of several, the one with the oldest."""
         for rank, peer in sorted(self._peers.items(), key=lambda item: -item[1].silence):
             text = None
             if peer.beat is None:

@@ -147,7 +147,7 @@ class HealthMonitor:
         # threads, and this waits for them.
         weakref.finalize(self, _call_if_alive, weakref.WeakMethod(self.close))
         for number, target in enumerate((self._exchange, self._guard)):
-            self._start(threading.Thread(target=target, name=f"pipework monitor {number}", daemon=True))
+            self._start(target, f"pipework monitor {number}")
 
     def close(self) -> bool:
         """Tells the others that this rank has left normally, after as many calls as it made, and ends the threads.
@@ -283,10 +283,7 @@ class HealthMonitor:
             break_collectives: ends the collectives of layers, for good; called if the rank waits in one meanwhile.
         """
         if self._call.inside:
-            arguments = (self._call.number, seconds, break_collectives)
-            self._start(
-                threading.Thread(target=self._end_if_still_in, args=arguments, name="pipework end", daemon=True)
-            )
+            self._start(self._end_if_still_in, "pipework end", self._call.number, seconds, break_collectives)
 
     # ---- failures that this rank reports ------------------------------------------------------------------------
 
@@ -383,8 +380,9 @@ class HealthMonitor:
 
     # ---- threads ------------------------------------------------------------------------------------------------
 
-    def _start(self, thread: threading.Thread) -> None:
+    def _start(self, target: Callable[..., None], name: str, *arguments: Any) -> None:
         """Starts a thread that does not keep what the caller's context variables hold."""
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
         self._threads.append(thread)
         contextvars.Context().run(thread.start)
 
