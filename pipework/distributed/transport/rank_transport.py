@@ -6,6 +6,7 @@ SEND action; a message from another rank is received into buffers from the sched
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,8 @@ class RankTransport:
         self._unposted: dict[Channel, deque[Address]] = {}
         self._results: list[_Leaving] = []
         self._input_gradients: list[_Leaving] = []
-        self._ways: dict[tuple[str, int, int], list[str]] = {}
+        skips = spec.skips
+        self._names = functools.cache(lambda kind, source, target: names_of_messages(kind, source, target, skips))
 
     @property
     def endpoints(self) -> dict[int, Endpoint]:
@@ -170,13 +172,6 @@ class RankTransport:
             if comes:
                 channel.post(address)
                 self._posted[address] = channel
-
-    def _names(self, kind: str, source: int, target: int) -> list[str]:
-        """The kinds of addresses to which values, or gradients, go from one stage to another."""
-        way = (kind, source, target)
-        if way not in self._ways:
-            self._ways[way] = names_of_messages(kind, source, target, self._spec.skips)
-        return self._ways[way]
 
     def _send_results(self) -> None:
         """Sends the results of the last stage to all other ranks; all losses in one message."""
