@@ -284,23 +284,18 @@ def may_have_forward_hooks(module: nn.Module) -> bool:
 
 
 def all_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """What runs when the module itself is called, beside its forward."""
-    groups: tuple[Mapping[int, Callable[..., Any]], ...] = (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    )  # fmt: skip
-    return [hook for group in groups for hook in group.values()]
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something happens when the module itself is called, beside its forward.
+    """What happens when the module itself is called, beside its forward.
 
     Example:
         >>> module = nn.Sequential(nn.ReLU())
         >>> handle = module[0].register_full_backward_pre_hook(print)
-        >>> has_hooks(module), has_hooks(module[0])
-        (False, True)
+        >>> len(all_hooks(module)), len(all_hooks(module[0]))
+        (0, 1)
     """
-    return bool(all_hooks(module))
+    groups: tuple[Mapping[int, Callable[..., Any]], ...] = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    )  # fmt: skip
+    return [hook for group in groups for hook in group.values()]
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from pipework.compat.installing import add_submodules
 from pipework.model import marks, sequential
 from pipework.model.layers import uncalled_hooks
 from pipework.model.sequential import PipeSequential
-from pipework.torch_private import has_hooks
+from pipework.torch_private import all_hooks
 from pipework.tracebacks import warn_caller
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def group(module: nn.Sequential) -> list[Group]:
 def _flat(child: nn.Module) -> list[nn.Module]:
     """The layers of a nested sequence that only runs them; otherwise the module itself."""
     only_runs_them = type(child).forward in (nn.Sequential.forward, PipeSequential.forward)
-    return list(child) if isinstance(child, nn.Sequential) and only_runs_them and not has_hooks(child) else [child]
+    return list(child) if isinstance(child, nn.Sequential) and only_runs_them and not all_hooks(child) else [child]
 
 
 def _device_of(module: nn.Module) -> torch.device:

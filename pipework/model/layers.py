@@ -339,7 +339,7 @@ class WrappedModule:
         if module is None:
             self._layers = []  # the module does not keep them any more
             return []
-        if self._layers == [*module._modules.values()] and not torch_private.has_hooks(module):
+        if self._layers == [*module._modules.values()] and not torch_private.all_hooks(module):
             return []
         self._module = None
         return [
@@ -362,7 +362,7 @@ def refuse_own_behaviour(module: nn.Sequential) -> None:
             ("a forward of its own", type(module).forward not in (nn.Sequential.forward, PipeSequential.forward)),
             ("parameters of its own", any(parameter is not None for parameter in module._parameters.values())),
             ("buffers of its own", any(buffer is not None for buffer in module._buffers.values())),
-            ("hooks", torch_private.has_hooks(module)),
+            ("hooks", torch_private.all_hooks(module)),
         )
         if there
     ]
@@ -379,7 +379,7 @@ def uncalled_hooks(partitions: Iterable[nn.Module]) -> list[str]:
         f"partitions[{number}] has hooks, which are not called, since its layers are called one by one: "
         f"register them on a layer, such as partitions[{number}][-1]"
         for number, partition in enumerate(partitions)
-        if torch_private.has_hooks(partition)
+        if torch_private.all_hooks(partition)
     ]
 
 

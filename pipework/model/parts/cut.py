@@ -169,7 +169,7 @@ class Cuttable:
                     f"the forward of {name!r} ({type(module).__name__}) has been replaced on the module itself, and "
                     "each part needs one of its own: write it into a class, or make it a unit with blocks="
                 )
-            if torch_private.has_hooks(module) and not self.adapter.owns_hooks(module):
+            if torch_private.all_hooks(module) and not self.adapter.owns_hooks(module):
                 raise CannotCut(
                     f"{name!r} ({type(module).__name__}) has hooks, and its forward runs in every part, so that they "
                     "would be called more often than once: register them on a unit "

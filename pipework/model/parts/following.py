@@ -118,7 +118,7 @@ class Following:
             place = f"{name or 'the model itself'} ({type(container).__name__})"
             if list(container._modules) != self._children[name]:
                 raise _changed(f"modules were added to {place}, or taken from it, or put in another order,")
-            if name and torch_private.has_hooks(container) and not self._owns_hooks(container):
+            if name and torch_private.all_hooks(container) and not self._owns_hooks(container):
                 raise _changed(f"{place} was given hooks, which each part would call,")
 
 
