@@ -74,8 +74,8 @@ require(
     "Tensor._version Tensor._backward_hooks Tensor._post_accumulate_grad_hooks Tensor._base "
     "nn.modules.batchnorm._BatchNorm nn.modules.batchnorm._NormBase",
 )
-require("torch.utils._pytree", "SUPPORTED_NODES TreeSpec is_namedtuple_class keystr register_pytree_node tree_flatten")
-require("torch.utils._pytree", "tree_flatten_with_path tree_leaves tree_map tree_structure tree_unflatten")
+require("torch.utils._pytree", "SUPPORTED_NODES TreeSpec is_namedtuple_class register_pytree_node tree_flatten")
+require("torch.utils._pytree", "tree_leaves tree_map tree_structure tree_unflatten")
 require(nn.Module(), "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _compiled_call_impl")
 require(nn.Module(), "_non_persistent_buffers_set _save_to_state_dict _apply")
 

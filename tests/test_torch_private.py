@@ -189,7 +189,7 @@ class Gone:
         "torch._C._dispatch_get_all_op_names",
         "torch.Tensor._version",
         "torch.utils._device.DeviceContext",
-        "torch.utils._pytree.keystr",
+        "torch.utils._pytree.tree_leaves",
         "torch.nn.modules.batchnorm._BatchNorm",
     ],
 )
