@@ -491,7 +491,7 @@ def traceless(device: torch.device, cpu_workers: int = 1) -> Iterator[None]:
     which = () if device.type == "mps" else (device,)  # there is one MPS device, and it takes no argument
     of_device = None if generators is None else generators.get_rng_state(*which)
     if device.type == "cpu":
-        torch.set_num_threads(max(1, threads // cpu_workers))
+        torch.set_num_threads(max(1, threads // max(1, cpu_workers)))  # there may be none
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             yield
