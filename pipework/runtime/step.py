@@ -17,7 +17,7 @@ from pipework.runtime.out_of_memory import note_memory
 from pipework.runtime.random import kernels
 from pipework.runtime.random.shards import install_for_dtensors
 from pipework.runtime.random.streams import RandomStream
-from pipework.runtime.random.unseen_draws import Hold, generators_given_up
+from pipework.runtime.random.unseen_draws import LateDraws, generators_given_up
 from pipework.runtime.run_spec import RunSpec
 from pipework.runtime.stage.memory_meter import MemoryMeter
 from pipework.runtime.stage.stage_run import StageRun
@@ -320,7 +320,11 @@ class Step:
                     send = transport.outside.sender(kind, stage)
                     for micro_batch, message in enumerate(messages):
                         send(micro_batch, message)
+                late_draws = LateDraws([worker.not_held for worker in workers if worker.not_held is not None])
                 engine.workers.run(jobs, lambda error: failure.report(error, None))
+                late = late_draws.error()
+                if late is not None:
+                    failure.report(late, None)
                 completed = not failure.happened
             finally:
                 # Also after a failure: what was launched before still reads inputs and parameters.
@@ -374,10 +378,10 @@ class Step:
             runs, stream, hold = self._runs_of(number), common, None
             if stream is None and drawing[number]:
                 stream = RandomStream(self._key)
-            if stream is not None and drawing[number] and device.generator is not None and stream.moves_generators:
-                # While a graph is captured nobody may ask for a state. What a worker draws unseen is not in the graph.
-                is_captured = engine.backend.is_whole and device.generator.is_captured()
-                hold = None if is_captured else Hold(device.generator, stream)
+            if stream is not None and drawing[number] and device.unseen_draws is not None and stream.moves_generators:
+                # A rank that saw a late draw could not tell the others before they have used the mini-batch.
+                always = not engine.backend.is_whole or any(engine.stages[stage].has_random_state for stage in runs)
+                hold = device.unseen_draws.hold(stream, always=always)
             worker = WorkerRun(
                 number,
                 runs,

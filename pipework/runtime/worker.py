@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipework.runtime.device import WorkerDevice
     from pipework.runtime.failure import Failure
     from pipework.runtime.random.streams import RandomStream
-    from pipework.runtime.random.unseen_draws import Hold
+    from pipework.runtime.random.unseen_draws import Hold, UnseenDraws
     from pipework.runtime.stage.stage_run import StageRun
     from pipework.runtime.transport import Endpoint
     from pipework.schedule import Action
@@ -79,6 +79,8 @@ class WorkerRun:
     Attributes:
         handlers: by (kind, stage), the function that executes an action.
         finish: called after the last action, unless one has failed.
+        not_held: what is known of layers that may draw from the generator of an accelerator while the worker does not
+            hold it; None: there are none.
     """
 
     def __init__(
@@ -100,6 +102,9 @@ class WorkerRun:
         self.order = order
         self.device = device
         self.stream = stream
+        self.not_held: UnseenDraws | None = None
+        if hold is None and stream is not None and stream.moves_generators and any(run.draws for run in runs.values()):
+            self.not_held = device.unseen_draws
         self.is_recorded = recorded
         self._marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] = []
         self.finish = endpoint.finish

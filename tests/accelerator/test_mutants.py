@@ -87,7 +87,7 @@ def test_each_is_caught(mutant: Mutant, expected: dict[str, list[Tensor]], monke
 def test_a_generator_for_each_thread_is_caught(
     expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, put, made = "two threads", DeviceGenerator.set, dict[tuple[int, torch.device], DeviceGenerator]()
+    name, put, made = "two threads, not held", DeviceGenerator.set, dict[tuple[int, torch.device], DeviceGenerator]()
 
     def put_slowly(self: DeviceGenerator, state: tuple[int, ...]) -> None:
         put(self, state)

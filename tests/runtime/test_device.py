@@ -13,7 +13,7 @@ def test_the_cpu_has_no_stream_and_no_generator_that_workers_share() -> None:
     device = WorkerDevice(CPU)
     assert not is_accelerator(CPU)
     assert device.stream is None
-    assert device.generator is None
+    assert device.unseen_draws is None
     for step in (device.begin_thread, device.wait_for_caller, lambda: device.hand_over([torch.zeros(1), None])):
         step()  # nothing to synchronise
 

@@ -18,9 +18,8 @@ exchange its state for as long as it takes to launch one of them:
     F.dropout -> aten::native_dropout -> [lock; seed and offset of the stream in] -> the same kernel
                                          [offset of the stream noted; what was there before back in; unlock]
 
-The state is a few numbers on the host, so nothing waits for the device. A worker holds the generator of its device for
-a whole action, because of kernels that no wrapper sees (`unseen_draws`); then the wrapper changes nothing. It exchanges
-the state where a layer draws on a device that is not its worker's.
+The state is a few numbers on the host, so nothing waits for the device, and layers that draw nothing pay nothing.
+Kernels that no wrapper sees are the matter of `unseen_draws`.
 """
 
 from __future__ import annotations
@@ -56,11 +55,13 @@ class DeviceGenerator:
     Attributes:
         device: the accelerator.
         lock: held while the state is another one than the caller's.
+        draws_by_others: how many kernels have drawn from it as it was: the caller's, and those of evaluations.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()
+        self.draws_by_others = 0
         self._is_exchanged = False
 
     @cached_property
@@ -110,6 +111,24 @@ class DeviceGenerator:
         asked = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
         return asked is not None and bool(asked())
 
+    def state_and_draws(self) -> tuple[State, int]:
+        """The state that the caller sees, and `draws_by_others`."""
+        with self.lock:
+            return self.get(), self.draws_by_others
+
+    def put_back(self, before: tuple[State, int]) -> bool:
+        """Restores the state of an earlier `state_and_draws` if it has moved since then without a counted draw.
+
+        Returns:
+            Whether it has moved.
+        """
+        with self.lock:
+            (state, draws), (state_before, draws_before) = self.state_and_draws(), before
+            if state == state_before or draws != draws_before:
+                return False
+            self.set(state_before)
+            return True
+
     def drawn(self, stream: RandomStream | None, draw: Callable[[], Any]) -> Any:
         """Runs a function that draws from the generator or asks for its state.
 
@@ -123,8 +142,12 @@ class DeviceGenerator:
             with hold.given_up():
                 return self.drawn(stream, draw)
         with self.lock:
-            if stream is None or not stream.moves_generators or self in stream.holds:
+            if stream is None or not stream.moves_generators:
+                self.draws_by_others += 1
                 return draw()
+            if self in stream.holds:
+                with stream.holds[self].noting():
+                    return draw()
             if self._is_exchanged:  # the kernel of one operator calls another one
                 return draw()
             found = self.get()
