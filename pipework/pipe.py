@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from pipework.assignment.assignment import assign
-from pipework.assignment.doubts import doubts_about
+from pipework.assignment.assignment import assign, doubts_about
 from pipework.assignment.partition import split_layers
 from pipework.backend import Backend, PipeSpec
 from pipework.executor import Executor, Settings, checked_debug

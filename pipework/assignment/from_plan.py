@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from pipework.assignment.balance import not_sequential
+from pipework.assignment.partition import not_sequential
 from pipework.model.sequential import named_layers
 from pipework.planning.layer_costs import LayerInfo
 from pipework.planning.plan import Plan

@@ -1,25 +1,197 @@
-"""Cuts a module into partitions: the number of layers of each partition, and its device."""
+"""Cuts a module into partitions: the devices that there are, the number of layers of each partition, and its device."""
 
-import logging
+from __future__ import annotations
+
+import operator
+import os
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from pipework.assignment.balance import (
-    check_initialised,
-    checked_balance,
-    estimated_costs,
-    not_sequential,
-    too_few_devices,
-)
-from pipework.assignment.devices import Machine, checked_devices, default_devices, usable_device
 from pipework.assignment.minimax import minimax_partition
 from pipework.model.materialize import materialize_partitions, move
 from pipework.model.release import refuse_released
 from pipework.model.sequential import Device, WithDevice, named_layers
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The visible accelerators, the index of the current one, and the number of CPU cores."""
+
+    accelerators: tuple[torch.device, ...] = ()
+    current: int = 0
+    cores: int = 1
+
+    @staticmethod
+    def here() -> Machine:
+        """The machine that this process runs on."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            return Machine(cores=cores)
+        count = torch.accelerator.device_count()
+        visible = tuple(torch.device(accelerator.type, index) for index in range(count))
+        return Machine(visible, torch.accelerator.current_device_index(), cores)
+
+
+def checked_devices(devices: Sequence[Device], machine: Machine) -> list[torch.device]:
+    """The devices as ``torch.device`` objects.
+
+    Raises:
+        TypeError: The argument is not a list of devices.
+        ValueError: This process cannot use a device.
+    """
+    if isinstance(devices, str | int | torch.device):
+        raise TypeError(
+            f"devices must be a list with the device of each partition, got {devices!r}: write such as ['cpu', 'cpu'] "
+            "for two workers on the CPU, or [0, 1] for two accelerators"
+        )
+    return [usable_device(device, f"devices[{index}]", machine) for index, device in enumerate(devices)]
+
+
+def usable_device(device: Device, what: str, machine: Machine) -> torch.device:
+    """The device with its index; `what` names the argument in messages.
+
+    Raises:
+        TypeError: The argument is not a device.
+        ValueError: This process cannot use it.
+    """
+    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
+        raise TypeError(f"{what} must be a torch.device, a name or an accelerator's index, got {device!r}")
+    kind = machine.accelerators[0].type if machine.accelerators else None
+    if isinstance(device, int):
+        if not 0 <= device < len(machine.accelerators):
+            raise ValueError(f"{what} is {device}, the index of an accelerator, but {_visible(machine)}")
+        return machine.accelerators[device]
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{what} is {device!r}, which PyTorch does not know: {error}") from error
+    if place.type in ("cpu", "meta"):
+        return torch.device(place.type)
+    if place.type == kind and place.index is None:
+        return machine.accelerators[machine.current]
+    if place not in machine.accelerators:
+        raise ValueError(f"{what} is {str(place)!r}, but {_visible(machine)}")
+    return place
+
+
+def _visible(machine: Machine) -> str:
+    if not machine.accelerators:
+        return "no accelerator is available: use 'cpu', which may repeat, or check the driver and PyTorch's build"
+    return f"only {', '.join(str(device) for device in machine.accelerators)} and 'cpu' are available"
+
+
+def chosen_devices(devices: Sequence[Device] | None, layers: int) -> list[torch.device]:
+    """The given devices; None: those of this machine for so many layers."""
+    machine = Machine.here()
+    return default_devices(layers, False, machine) if devices is None else checked_devices(devices, machine)
+
+
+def default_devices(wanted: int, exactly: bool, machine: Machine) -> list[torch.device]:
+    """All accelerators; without any, CPU workers.
+
+    Args:
+        wanted: The number of workers that there is work for.
+        exactly: Whether there must be that many CPU workers. Otherwise there are half as many as cores, from 2 to 4.
+        machine: The devices that there are.
+
+    Example:
+        >>> default_devices(9, False, Machine(cores=8))
+        [device(type='cpu'), device(type='cpu'), device(type='cpu'), device(type='cpu')]
+    """
+    if machine.accelerators:
+        return list(machine.accelerators)
+    workers = wanted if exactly else min(wanted, max(2, min(4, machine.cores // 2)))
+    return [torch.device("cpu")] * workers
+
+
+def not_sequential(module: object) -> TypeError:
+    """The error for a module that is not an ``nn.Sequential``."""
+    got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+    advice = "it is one already, so pass its layers" if hasattr(module, "partitions") else "write"
+    return TypeError(f"module must be nn.Sequential to be partitioned, got {got}: {advice} nn.Sequential(*layers)")
+
+
+def too_few_devices(devices: int, partitions: int, what: str = "partitions") -> IndexError:
+    """The error for fewer devices than partitions, or than workers if these hold several partitions."""
+    return IndexError(
+        f"too few devices to hold given partitions (devices: {devices}, {what}: {partitions}): give {partitions} "
+        f"devices, such as devices=['cpu'] * {partitions}"
+    )
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Raises ``ValueError`` if a lazy parameter has no shape yet."""
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name!r} is lazy and has no shape yet: run one batch through the module first, "
+                "for example module(sample)"
+            )
+
+
+def checked_balance(balance: Sequence[int], layers: int) -> list[int]:
+    """The balance as a list of positive integers that sum to the number of layers.
+
+    Raises:
+        TypeError: The balance is not a sequence, or is a string.
+        ValueError: The balance does not fit the layers; the message shows how to find one that fits.
+    """
+    is_list = isinstance(balance, Iterable) and not isinstance(balance, str | bytes)
+    given = list(balance) if is_list else []
+    try:
+        counts = [0 if isinstance(count, bool) else operator.index(count) for count in given]
+    except TypeError:
+        counts = [0]
+    positive = is_list and all(count >= 1 for count in counts)
+    if positive and sum(counts) == layers:
+        return counts
+    error = ValueError if is_list else TypeError
+    raise error(
+        f"balance must be positive integers that sum to {layers}, the number of layers, got "
+        f"{given if is_list else repr(balance)}{f', which sums to {sum(counts)}' if positive else ''}. "
+        "Let pipework measure one, with sample = one batch of input:\n\n"
+        "    from pipework import balance_by_time\n"
+        f"    balance = balance_by_time({max(1, min(len(given), layers))}, module, sample)\n"
+    )
+
+
+def estimated_costs(module: nn.Module) -> list[float]:
+    """Estimates the cost of each layer, well enough to balance a transformer or a perceptron.
+
+    A layer costs the number of parameter elements that take part in its arithmetic, plus 1 for each of its innermost
+    modules. Matrix products take most of the time, and their work for one row or token is proportional to the elements
+    of the matrix. Embedding tables are looked up rather than multiplied, so they cost only the 1. The estimate ignores
+    the input: attention over long sequences and convolutions over large images cost more than it says. Use
+    :func:`balance_by_time` for them.
+
+    Args:
+        module: Its children are the layers, as in ``nn.Sequential``.
+
+    Returns:
+        A cost for each layer, without a unit: only the ratios have a meaning.
+
+    Raises:
+        ValueError: A parameter of a lazy module has no shape yet.
+
+    Example:
+        >>> estimated_costs(nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 8), nn.ReLU()))
+        [1.0, 41.0, 1.0]
+    """
+    check_initialised(module)
+    return [float(sum(map(_own_cost, layer.modules()))) for layer in module._modules.values() if layer is not None]
+
+
+def _own_cost(module: nn.Module) -> int:
+    innermost = 0 if any(True for _ in module.children()) else 1
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return innermost
+    return innermost + sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 @dataclass(frozen=True)
@@ -46,12 +218,11 @@ def choose_partitioning(
 
     * ``balance`` and ``devices`` given: the function takes both, and drops devices that are not needed.
     * ``balance`` alone: the devices are the visible accelerators, or as many CPU workers where there is none.
-    * ``devices`` alone: the balance comes from :func:`~pipework.planning.estimated_costs`.
+    * ``devices`` alone: the balance comes from :func:`estimated_costs`.
     * Neither, and the layers lie on several devices or are wrapped in :class:`WithDevice`: they stay where they are.
       Consecutive layers on the same device are one partition; layers without parameters join the layer before them.
     * Neither, and all layers lie on one device: the devices are all visible accelerators, or CPU workers where there is
-      none (half as many as cores, from 2 to 4), balanced by estimated costs. The choice is logged to ``"pipework"``
-      (INFO).
+      none (half as many as cores, from 2 to 4), balanced by estimated costs.
 
     A layer on the meta device counts as a layer without a device.
 
@@ -99,8 +270,6 @@ def choose_partitioning(
         if len(places) < len(counts):
             raise too_few_devices(len(places), len(counts))
         chosen = Partitioning(tuple(counts), tuple(places[: len(counts)]))
-        if balance is None and devices is None:
-            log_choice(chosen)
     _check_placement(layers, chosen, machine)
     return chosen
 
@@ -226,10 +395,3 @@ def _check_placement(layers: list[nn.Module], chosen: Partitioning, machine: Mac
                     f"layer {index} is wrapped in WithDevice for {str(wanted)!r}, but balance= and devices= put it on "
                     f"{str(target)!r}: remove the wrapper, or leave balance= and devices= out"
                 )
-
-
-def log_choice(chosen: Partitioning) -> None:
-    """Logs the choice, and how to choose differently, in one line at level INFO."""
-    where = [str(device) for device in chosen.devices]
-    text = "balance %s on %s: the accelerators that are visible, or else CPU workers; choose with balance= and devices="
-    logging.getLogger("pipework").info(text, list(chosen.balance), where)

@@ -70,7 +70,7 @@ def _seconds(text: str) -> float:
 def _devices(names: list[str] | None) -> list[torch.device]:
     import torch
 
-    from pipework.assignment.devices import Machine, usable_device
+    from pipework.assignment.partition import Machine, usable_device
 
     machine = Machine.here()
     if names is None:

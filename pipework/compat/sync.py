@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 import pipework
-from pipework.assignment.devices import Machine, default_devices, usable_device
-from pipework.assignment.partition import is_placed
+from pipework.assignment.partition import Machine, default_devices, is_placed, usable_device
 from pipework.compat import adapter, common
 from pipework.compat.adapter import AdaptedPipe, Adapter
 from pipework.compat.common import *  # noqa: F403

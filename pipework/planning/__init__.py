@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipework.assignment.balance import estimated_costs
     from pipework.assignment.minimax import minimax_partition
+    from pipework.assignment.partition import estimated_costs
     from pipework.planning.layer_costs import LinkSpeed
     from pipework.planning.measuring.profile import profile
     from pipework.planning.measuring.rates import Rates
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> object:
         "Profile": "pipework.planning.profiles",
         "Rates": "pipework.planning.measuring.rates",
         "LinkSpeed": "pipework.planning.layer_costs",
-        "estimated_costs": "pipework.assignment.balance",
+        "estimated_costs": "pipework.assignment.partition",
         "minimax_partition": "pipework.assignment.minimax",
     }
     if name not in homes:

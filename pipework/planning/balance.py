@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipework.assignment.balance import check_initialised, too_few_devices
-from pipework.assignment.devices import Machine, checked_devices
 from pipework.assignment.minimax import check_partitions, minimax_on_devices, minimax_partition
+from pipework.assignment.partition import Machine, check_initialised, checked_devices, too_few_devices
 from pipework.model import mini_batch
 from pipework.model.sequential import tuple_rule
 from pipework.planning.measuring.links import device_kind

@@ -1,14 +1,23 @@
 import copy
-import logging
 import pickle
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from pipework.assignment.devices import Machine
-from pipework.assignment.partition import Partitioning, choose_partitioning, partition_model, split_layers
+from pipework.assignment.partition import (
+    Machine,
+    Partitioning,
+    checked_balance,
+    checked_devices,
+    choose_partitioning,
+    default_devices,
+    estimated_costs,
+    partition_model,
+    split_layers,
+)
 from pipework.model.sequential import WithDevice
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -134,20 +143,6 @@ class TestPipeworkChooses:
         assert got == devices
         assert sum(balance) == layers
 
-    def test_logs_the_choice_in_one_line(self, caplog):
-        with caplog.at_level(logging.INFO, "pipework"):
-            chosen(linears(1, 2, 3, 4, 5, 6), machine=TWO)
-        (record,) = caplog.records
-        assert record.name == "pipework"
-        assert record.getMessage().startswith("balance [4, 2] on ['cuda:0', 'cuda:1']: ")
-        assert "\n" not in record.getMessage()
-
-    def test_logs_nothing_about_a_given_balance_or_devices(self, caplog):
-        with caplog.at_level(logging.INFO, "pipework"):
-            chosen(linears(1, 1), [1, 1])
-            chosen(linears(1, 1), devices=["cpu"])
-        assert not caplog.records
-
 
 class TestModule:
     @pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 1)]), "model", None])
@@ -261,3 +256,112 @@ class TestWithDevice:
     @pytest.mark.parametrize("again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
     def test_can_be_copied(self, again):
         assert again(WithDevice(nn.ReLU(), CPU)).device == CPU
+
+
+# The devices that a process can use, as users name them
+
+
+@pytest.mark.parametrize("device", [1, "cuda:1", torch.device("cuda:1"), torch.device("cuda", 1)])
+def test_every_spelling_of_an_accelerator(device):
+    assert checked_devices([device, "cpu"], TWO) == [torch.device("cuda:1"), CPU]
+
+
+def test_no_index_means_the_current_accelerator():
+    machine = Machine(TWO.accelerators, current=1)
+    assert checked_devices(["cuda", 0], machine) == [torch.device("cuda:1"), torch.device("cuda:0")]
+
+
+@pytest.mark.parametrize(
+    ("device", "machine", "error", "message"),
+    [
+        (0, NONE, ValueError, r"devices\[1\] is 0, the index of an accelerator, but no accelerator is available"),
+        (2, TWO, ValueError, r"devices\[1\] is 2, .* only cuda:0, cuda:1 and 'cpu' are available"),
+        (-1, TWO, ValueError, r"devices\[1\] is -1"),
+        ("cuda", NONE, ValueError, r"devices\[1\] is 'cuda', but no accelerator is available: use 'cpu'"),
+        ("cuda:5", TWO, ValueError, r"devices\[1\] is 'cuda:5', but only cuda:0, cuda:1"),
+        ("mps", TWO, ValueError, r"devices\[1\] is 'mps', but only cuda:0, cuda:1"),
+        ("gpu", NONE, ValueError, r"devices\[1\] is 'gpu', which PyTorch does not know"),
+        (1.0, TWO, TypeError, r"devices\[1\] must be .* got 1.0"),
+        (True, TWO, TypeError, r"devices\[1\] must be .* got True"),
+        (None, TWO, TypeError, r"devices\[1\] must be .* got None"),
+    ],
+)
+def test_a_device_that_cannot_be_used(device, machine, error, message):
+    with pytest.raises(error, match=message):
+        checked_devices(["cpu", device], machine)
+
+
+@pytest.mark.parametrize("devices", ["cpu", 2, CPU])
+def test_a_device_where_a_list_is_wanted(devices):
+    with pytest.raises(TypeError, match=r"devices must be a list with the device of each partition, got .*: write"):
+        checked_devices(devices, NONE)
+
+
+def test_knows_this_machine():
+    machine = Machine.here()
+    assert machine.cores >= 1
+    assert len(machine.accelerators) == torch.accelerator.device_count()
+
+
+@pytest.mark.parametrize(("exactly", "count"), [(True, 6), (False, 4)])
+def test_cpu_workers_are_as_many_as_wanted_or_as_suit_the_cores(exactly, count):
+    assert default_devices(6, exactly, NONE) == [CPU] * count
+    assert default_devices(6, exactly, TWO) == list(TWO.accelerators)
+
+
+# The number of layers of each partition, and what layers cost
+
+
+@pytest.mark.parametrize("balance", [[1, 2], (1, 2), torch.tensor([1, 2])])
+def test_integers_of_any_make_that_sum_to_the_layers(balance):
+    assert checked_balance(balance, 3) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "balance", [[], [3, 1], [1, 1], [0, 3], [-1, 4], [1.0, 2.0], [True, 2], ["3"], [1, 1, 1, 1], [None, 3]]
+)
+def test_the_error_says_the_right_sum_and_shows_a_line_that_runs(balance):
+    with pytest.raises(ValueError, match="positive integers that sum to 3") as caught:
+        checked_balance(balance, 3)
+    assert str(balance) in str(caught.value)
+    names = {"module": nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU()), "sample": torch.rand(2, 2)}
+    for line in re.findall(r"^    (.*)$", str(caught.value), re.MULTILINE):
+        exec(line.replace("sample)", "sample, timeout=0)"), names)
+    assert sum(names["balance"]) == 3
+
+
+@pytest.mark.parametrize("balance", [2, "auto", b"12", 1.5])
+def test_a_balance_that_is_no_list(balance):
+    with pytest.raises(TypeError, match=rf"positive integers that sum to 5, the number of layers, got {balance!r}"):
+        checked_balance(balance, 5)
+
+
+def test_counts_elements_that_take_part_in_arithmetic():
+    block = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    module = nn.Sequential(nn.Embedding(1000, 4), block, nn.Conv2d(2, 3, 5), nn.Identity())
+    assert estimated_costs(module) == [1, 41 + 1 + 37, 3 * 2 * 25 + 3 + 1, 1]
+
+
+def test_a_tied_weight_costs_where_it_is_multiplied():
+    embedding, output = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+    output.weight = embedding.weight
+    assert estimated_costs(nn.Sequential(embedding, output)) == [1, 41]
+
+
+def test_parameters_of_modules_with_children_count_too():
+    attention = nn.MultiheadAttention(4, 1)
+    assert estimated_costs(nn.Sequential(attention)) == [sum(p.numel() for p in attention.parameters()) + 1]
+
+
+def test_the_same_layer_twice_costs_twice():
+    layer = nn.Linear(2, 2)
+    assert estimated_costs(nn.Sequential(layer, nn.ReLU(), layer)) == [7, 1, 7]
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(3), nn.LazyBatchNorm1d()])
+def test_a_lazy_layer_must_have_run(lazy):
+    module = nn.Sequential(nn.ReLU(), lazy)
+    with pytest.raises(ValueError, match=r"'1.weight' is lazy and has no shape yet: run one batch"):
+        estimated_costs(module)
+    module(torch.rand(2, 4))
+    assert len(estimated_costs(module)) == 2

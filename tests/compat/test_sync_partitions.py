@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pipework import PipeSequential, WithDevice
-from pipework.assignment.devices import Machine
+from pipework.assignment.partition import Machine
 from pipework.compat.sync import Pipe, group
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import pipework
-from pipework.assignment.balance import not_sequential
-from pipework.assignment.devices import chosen_devices
+from pipework.assignment.partition import chosen_devices, not_sequential
 from pipework.planning.certificate import certify
 from pipework.planning.measuring.links import device_kind
 from pipework.planning.measuring.on_ranks import plan_on_ranks

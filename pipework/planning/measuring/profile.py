@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipework.assignment.balance import check_initialised, not_sequential
-from pipework.assignment.devices import chosen_devices
 from pipework.assignment.from_plan import layer_info
+from pipework.assignment.partition import check_initialised, chosen_devices, not_sequential
 from pipework.model.sequential import named_layers
 from pipework.planning.layer_costs import DeviceKind, LayerBytes, SkipBytes
 from pipework.planning.measuring.links import device_kind, measure_links
