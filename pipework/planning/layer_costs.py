@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import NamedTuple
 
 
@@ -77,6 +78,24 @@ class DeviceKind:
     joined: tuple[float, float, float] = (0.0, 0.0, 0.0)
     memory: int | None = None
     estimated: bool = False
+
+    @classmethod
+    def median(cls, found: Sequence[DeviceKind]) -> DeviceKind:
+        """The medians of times that were measured several times, for the same numbers of rows and layers.
+
+        Example:
+            >>> rounds = [DeviceKind(((LayerSeconds(each, each, 0.0),),)) for each in (1.0, 9.0, 2.0)]
+            >>> DeviceKind.median(rounds).seconds[0][0]
+            LayerSeconds(forward=2.0, input_gradient=2.0, weight_gradient=0.0)
+        """
+        tables = zip(*(each.seconds for each in found), strict=True)
+        seconds = (map(_medians, zip(*rows, strict=True)) for rows in tables)
+        forward, first, second = _medians([each.joined for each in found])
+        return replace(found[0], seconds=tuple(map(tuple, seconds)), joined=(forward, first, second))
+
+
+def _medians(found: Sequence[Sequence[float]]) -> LayerSeconds:
+    return LayerSeconds(*map(median, zip(*found, strict=True)))
 
 
 class LinkSpeed(NamedTuple):

@@ -31,7 +31,14 @@ REFUSALS = re.compile(
 )
 IN_TIER = 4  # groups of seeds
 SEEDS = 20  # of a group
-GROUPS = [*range(IN_TIER), *(pytest.param(each, marks=pytest.mark.thorough) for each in range(IN_TIER, 40))]
+THOROUGH = 8
+GROUPS = [
+    *range(IN_TIER),
+    *(
+        pytest.param(each, marks=pytest.mark.thorough if each < THOROUGH else pytest.mark.slow)
+        for each in range(IN_TIER, 40)
+    ),
+]
 
 
 def random_profile(draw: random.Random) -> Profile:

@@ -1,7 +1,8 @@
 """A plan for workers that are processes: each measures its own device and link, the first plans, and all get the plan.
 
 A rank cannot be given another place in its mesh, so the order of the devices stays as it is. Each worker is a kind of
-device of its own, which is called "rank 0" and so on.
+device of its own, which is called "rank 0" and so on; those with the same device have the same times, unless one of
+them is clearly slower than the others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import pipework
-from pipework.planning.layer_costs import LinkSpeed
+from pipework.planning.layer_costs import DeviceKind, LinkSpeed
 from pipework.planning.plan import Plan
 from pipework.planning.plan_profile import best_plans
 from pipework.planning.profiles import Profile
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _SMALL, _LARGE = 2**10, 2**22  # numbers of 4 bytes
 _TIMES = 7
+_ALIKE = 1.2  # times as slow as the fastest rank with the same device; less is noise of the measurement
 
 
 def plan_on_ranks(
@@ -86,14 +88,21 @@ def plan_on_ranks(
 def profile_of_ranks(profiles: Sequence[Profile], ranks: Sequence[int], links: Sequence[LinkSpeed]) -> Profile:
     """One profile of what all ranks have measured; a worker is as fast as the slowest of its replicas.
 
+    Workers with the same device have the medians of their times, but for those that are clearly slower.
+
     Args:
         profiles: of each rank, replica by replica.
         ranks: their numbers.
         links: from each worker to the next.
     """
     names = [f"rank {rank}" for rank in ranks[: len(links) + 1]]
-    slowest = (max(profiles[worker :: len(names)], key=_seconds) for worker in range(len(names)))
-    kinds = {name: next(iter(each.kinds.values())) for name, each in zip(names, slowest, strict=True)}
+    slowest = [max(profiles[worker :: len(names)], key=_seconds) for worker in range(len(names))]
+    kinds: dict[str, DeviceKind] = {}
+    for name, own in zip(names, slowest, strict=True):
+        same = [each for each in slowest if each.kinds.keys() == own.kinds.keys()]
+        most = _ALIKE * min(map(_seconds, same))
+        alike = [each for each in same if _seconds(each) <= most] if _seconds(own) <= most else [own]
+        kinds[name] = DeviceKind.median([kind for each in alike for kind in each.kinds.values()])
     speeds: dict[tuple[str, str], LinkSpeed] = {}
     if links:  # workers that are no neighbours have the slowest link
         worst = LinkSpeed(max(link.latency for link in links), min(link.bytes_per_second for link in links))
