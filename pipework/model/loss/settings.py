@@ -74,17 +74,18 @@ def may_be_other(function: Any) -> bool:
 
 
 def function_identity(function: Any) -> list[Any] | None:
-    """The name of a function and its floats, as JSON values, which are the same in all processes.
+    """The name of a function and its plain settings, as JSON values, which are the same in all processes.
 
-    Only floats that are arguments count. An integer or a text may be the number of a process or its device, another
-    attribute may be a time: these differ rightly.
+    Of PyTorch's own functions and modules also integers and texts count, such as `ignore_index` and `reduction`. Of
+    others only floats that are arguments do: an integer or a text may be the number of a process or its device, another
+    attribute may be a time; these differ rightly.
 
     Args:
         function: a function, a `functools.partial`, or an object that can be called; None gives None.
 
     Example:
-        >>> function_identity(nn.CrossEntropyLoss(label_smoothing=0.1))
-        ['CrossEntropyLoss', {'label_smoothing': 0.1}]
+        >>> function_identity(nn.CrossEntropyLoss(label_smoothing=0.1))[1]["label_smoothing"]
+        0.1
     """
     if function is None:
         return None
@@ -94,7 +95,8 @@ def function_identity(function: Any) -> list[Any] | None:
     if named is not inner:
         own = getattr(inner, "__dict__", {})
         settings = {name: own[name] for name in signature_of(named.__init__).parameters if name in own} | bound
-    return [named.__qualname__, {name: value for name, value in settings.items() if type(value) is float}]
+    kinds = (bool, int, float, str) if str(named.__module__).partition(".")[0] == "torch" else (float,)
+    return [named.__qualname__, {name: value for name, value in settings.items() if type(value) in kinds}]
 
 
 @dataclass(frozen=True)

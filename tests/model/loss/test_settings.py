@@ -461,6 +461,9 @@ OTHERS: list[tuple[Any, Any]] = [
     (None, F.mse_loss),
     (nn.MSELoss(), nn.L1Loss()),
     (nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss()),
+    (nn.CrossEntropyLoss(ignore_index=0), nn.CrossEntropyLoss()),
+    (nn.MSELoss(reduction="sum"), nn.MSELoss()),
+    (partial(F.cross_entropy, ignore_index=0), F.cross_entropy),
     (partial(plain, scale=1.0), partial(plain, scale=2.0)),
     (Focal(1.0), Focal(2.0)),
 ]
