@@ -72,9 +72,12 @@ def save_adapters(
         embeddings: PEFT's `save_embedding_layers`.
     """
     whole = _without_values(group, state)
-    names = {
-        name for adapter in model.peft_config for name in _names_in_file(model, whole, adapter, embeddings).values()
-    }
+
+    def chosen() -> set[str]:
+        by_file = [_names_in_file(model, whole, adapter, embeddings) for adapter in model.peft_config]
+        return {name for each in by_file for name in each.values()}
+
+    names = run_on_all_ranks(group, "name its adapters", chosen).own
 
     def join(parts: list[Path]) -> None:
         found = {**whole, **state}
