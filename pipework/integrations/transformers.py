@@ -49,6 +49,8 @@ class TransformersAdapter(Adapter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        # Kept, since each micro-batch asks them, and a large model has hundreds of other modules.
+        self._recomputing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self._caches = hasattr(model.config.get_text_config(), "use_cache") and _takes_use_cache(type(model).forward)
         self.side_outputs = CapturedOutputs()
         self._target: str | None = None
@@ -87,7 +89,7 @@ class TransformersAdapter(Adapter):
                 output_capturing.maybe_install_capturing_hooks(module)
 
     def _refuse_recomputation(self) -> None:
-        if any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules()):
+        if any(module.gradient_checkpointing for module in self._recomputing):
             raise ValueError(
                 f"this {type(self._model).__name__} recomputes its layers itself, which is the task of the pipe: call "
                 "gradient_checkpointing_disable(), and choose attach(..., checkpoint='always') or 'except_last'"
