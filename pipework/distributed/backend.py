@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,7 +160,8 @@ class DistributedBackend(PeerGroup):
         release_layers([(n, layer, f"rank {rank}") for rank, part in others for n, layer in part.named_children()], own)
         if others:
             refuse_optimizers_of_others(self, before)
-            refuse_partial_clipping(self, lambda: [layer for partition in own for layer in partition])
+            mine = weakref.WeakSet(own)  # a layer may have a reference to the pipe, which would never end
+            refuse_partial_clipping(self, lambda: [layer for partition in mine for layer in partition])
 
     def program(self, program: Program, skips: Sequence[Skip]) -> Program:
         """The program with sends, receives and reductions."""
