@@ -262,7 +262,10 @@ class HealthMonitor:
             self.failure = failure
         self._failed.set()
         for callback in self._callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # the failure is to be reported all the same
+                _LOG.exception("a function that was registered by on_failure has failed itself")
         return True
 
     def declare(self, failure: PeerFailure) -> None:
@@ -341,7 +344,9 @@ class HealthMonitor:
             if lost is not None and seconds > patience:
                 last_seen = self._detector.last_seen(lost)
                 text = f"{self._names[lost]} is gone: its connections were closed{seen}; {last_seen}"
-                self.declare(PeerFailure(lost, "lost", text))
+                failure = PeerFailure(lost, "lost", text)
+                if self.set_failure(failure):  # the caller raises it: nothing is to be logged
+                    self._tell(failure)
             elif seconds > longest:
                 text = "a connection was closed, and no rank says why"
                 self.set_failure(PeerFailure(None, "lost", f"{text}: {cause}" if cause else text))

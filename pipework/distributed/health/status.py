@@ -23,7 +23,7 @@ REMEMBERED: Final = 8
 NO_ACTION: Final = "none yet"
 """The action in a heartbeat before the first one."""
 
-_LIMIT: Final = 200_000  # bytes of a record, far more than a rank writes
+_LIMIT: Final = 500_000  # bytes of a record, far more than a rank writes
 _TEXT: Final = 4_000
 _TRACEBACK: Final = 20_000
 

@@ -7,16 +7,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from pipework import PipelineError
+from pipework.distributed.health import monitor as module
 from pipework.distributed.health.failure_detector import DetectionTimes
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.status import PeerFailure, read_beat
 from tests.distributed.conftest import HARD, TIMES
+from tests.programs import RunPython
 
 Watching = Callable[..., HealthMonitor]
 
@@ -145,11 +148,27 @@ def test_what_is_told_is_bounded(watched: Watching) -> None:
 def test_who_asks_late_is_told_at_once(watched: Watching) -> None:
     first, second = watched(0), watched(1)
     told: list[int] = []
+    second.on_failure({}.__getitem__)  # which fails itself
     second.on_failure(lambda: told.append(1))
     first.report(ValueError("bad row"))
     await_(lambda: told)
     second.on_failure(lambda: told.append(2))
     assert told == [1, 2]
+
+
+def test_who_did_not_run_itself_blames_nobody(watched: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that was stopped for longer than `detect`: what it knows of the others is old when it wakes up."""
+    monitors = [watched(rank) for rank in range(2)]
+    for each in monitors:
+        each.begin("training step")
+    await_(lambda: all(each.has_seen_all for each in monitors))
+    slept = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + slept[0], sleep=time.sleep)
+    monkeypatch.setattr(module, "time", clock)
+    for _ in range(3):
+        slept[0] += 10 * TIMES["detect"]
+        time.sleep(3 * TIMES["beat"])
+    assert [each.failure for each in monitors] == [None, None]
 
 
 @pytest.mark.thorough
@@ -198,6 +217,41 @@ def test_a_forked_child_neither_beats_nor_leaves(watched: Watching) -> None:
     assert (first.failure, second.failure) == (None, None)
     second.close()
     assert awaited(first).kind == "left"  # the connection has survived the child's end
+
+
+DROPPED = """
+import threading, time, weakref
+from torch.distributed import HashStore
+from pipework.distributed.health.monitor import HealthMonitor
+from pipework.distributed.health.status import Beat, Call, PeerFailure, write_beat
+
+class Groups:
+    def __del__(self):
+        destroying.set()
+        time.sleep(1)
+        print("destroyed", flush=True)
+
+class Pipe:
+    def __init__(self):
+        self.groups = Groups()  # they outlive the finalizer of the pipe
+
+destroying, store = threading.Event(), HashStore()
+monitor, pipes = HealthMonitor(store, 0, ["rank 0", "rank 1"]), [Pipe()]
+weakref.finalize(pipes[0], monitor.close)
+monitor.on_failure(pipes.pop)
+monitor.start()
+failure = PeerFailure(1, "error", "rank 1 failed")
+store.set("heartbeat/1", write_beat(Beat(1, False, Call(), "", 1, "host", failure=failure)))
+store.set("changed", "1")
+destroying.wait()
+"""
+
+
+@pytest.mark.thorough
+def test_a_pipe_that_a_monitors_thread_drops_is_destroyed_before_the_interpreter_ends(run_python: RunPython) -> None:
+    """Else the process groups, which are destroyed with the pipe, would abort the process."""
+    done = run_python(["-c", DROPPED], timeout=HARD)
+    assert (done.returncode, done.stdout) == (0, "destroyed\n"), done.stderr
 
 
 # ---- without threads: each exchange is made by the test -------------------------------------------------------------
