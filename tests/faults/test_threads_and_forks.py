@@ -14,13 +14,23 @@ from torch import nn
 from pipework import Pipe
 from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.model.checkpoint import is_recomputing
+from tests.conftest import USUAL
 from tests.helpers import in_threads
 from tests.programs import RunPython
 
 Result = tuple[torch.Tensor, ...]
-
-
+CHOSEN = {("outside", "always"), ("1f1b", "always"), ("zb-v", "never")}
 BALANCE = [1, 1, 1, 1]
+# Of the ways to run a step, three are not slow.
+FEW = pytest.mark.parametrize(
+    ("way", "checkpoint"),
+    [
+        pytest.param(way, checkpoint, marks=() if (way, checkpoint) in CHOSEN else pytest.mark.slow)
+        for way in USUAL
+        for checkpoint in ("never", "always")
+    ],
+    indirect=["way"],
+)
 
 
 def four_layers() -> nn.Sequential:
@@ -38,7 +48,7 @@ def at_once(*calls: Callable[[], None]) -> None:
     in_threads(*[lambda c=call: (start.wait(20), c()) for call in calls])
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@FEW
 def test_two_pipes_that_share_layers_called_at_once(way: Any, checkpoint: str) -> None:
     module, batch = four_layers(), (torch.randn(8, 4), torch.randn(8))
     parameters = list(module.parameters())
@@ -61,7 +71,7 @@ def test_two_pipes_that_share_layers_called_at_once(way: Any, checkpoint: str) -
         assert all(map(torch.equal, loss_and_gradients(way, pipe, parameters, batch), expected))
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@FEW
 def test_two_pipes_and_four_calling_threads(
     way: Any, checkpoint: str, own_workers: Callable[[], list[threading.Thread]]
 ) -> None:

@@ -25,7 +25,6 @@ def trainer_of(
     schedule: str = "1f1b",
     tied: bool = False,
     plain: bool = False,
-    stages: int = 2,
     **options: Any,
 ) -> Any:
     """Of a pipe, or of the model that runs each micro-batch in turn."""
@@ -50,7 +49,7 @@ def trainer_of(
     if plain:
         trainer = type("Reference", (MicroBatched, transformers.Trainer), {})(model, arguments, **data)
     else:
-        pipe = pipe_of(model, mesh, schedule=schedule, balance=[2, 3] if stages == 2 else [2, 1, 2])
+        pipe = pipe_of(model, mesh, schedule=schedule, balance=[2, 3])
         trainer = PipeTrainer(pipe, model, arguments, **data)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
@@ -87,14 +86,6 @@ def train_and_resume(mesh: Mesh, folder: str) -> dict[str, Any]:
     again = trainer_of(place / "whole", mesh, gradient_accumulation_steps=2)
     again.train(resume_from_checkpoint=str(place / "whole" / "checkpoint-2"))
     found["resumed"] = logged(again)
-
-    adapted = trainer_of(place / "adapters", mesh, adapters=True, save_total_limit=1, load_best_model_at_end=True)
-    adapted.train()
-    found["adapters"] = logged(adapted)
-    assert adapted.evaluate()["eval_loss"] == adapted.state.best_metric
-    adapted = trainer_of(place / "adapters", mesh, adapters=True)
-    adapted.train(resume_from_checkpoint=True)
-    assert logged(adapted)[:-1] == found["adapters"][:-1]
     return found
 
 
@@ -109,60 +100,59 @@ def test_two_ranks_train_evaluate_save_and_resume(on_ranks: Run, tmp_path: Path)
     threads = trainer_of(tmp_path / "threads", None, gradient_accumulation_steps=2)
     threads.train()
     assert logged(threads) == first["whole"]
-    adapted = trainer_of(tmp_path / "threads", None, adapters=True)
-    adapted.train()
-    assert logged(adapted) == first["adapters"]
     resumed = trainer_of(tmp_path / "resumed", None, gradient_accumulation_steps=2)
     resumed.train(resume_from_checkpoint=str(tmp_path / "ranks" / "whole" / "checkpoint-2"))  # of two ranks
     assert logged(resumed)[:-1] == first["whole"][:6]
 
-    steps = sorted(path.name for path in (tmp_path / "ranks" / "adapters").glob("checkpoint-*"))
-    assert len(steps) == 1
-    files = {path.name for path in (tmp_path / "ranks" / "adapters" / steps[0]).iterdir()}
-    kept = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "random-1"}
-    assert {"adapter_model.safetensors", *kept} <= files
-    assert "model.safetensors" not in files
-
 
 EXCHANGED: dict[str, dict[str, Any]] = {"all": {}, "tied": {"tied": True}, "adapters": {"adapters": True}}
-EIGHT_STEPS = {"max_steps": 8, "save_steps": 4, "eval_strategy": "no", "weight_decay": 0.1, "max_grad_norm": 0.0}
+EIGHT_STEPS = {
+    "max_steps": 8, "save_steps": 4, "save_total_limit": 2, "eval_strategy": "no", "weight_decay": 0.1,
+    "max_grad_norm": 0.0,
+}  # fmt: skip
 
 
-def take_over_and_hand_over(mesh: Mesh, folder: str) -> dict[str, Any]:
+def take_over_and_hand_over(mesh: Mesh, folder: str, name: str) -> list[Any]:
     """Eight steps, then the last four of a plain trainer's eight ones."""
-    place, found = Path(folder), {}
-    for name, options in EXCHANGED.items():
-        trainer = trainer_of(place / name / "ranks", mesh, stages=3, **options, **EIGHT_STEPS)
-        trainer.train()
-        again = trainer_of(place / name / "resumed", mesh, stages=3, **options, **EIGHT_STEPS)
-        again.train(resume_from_checkpoint=str(place / name / "plain" / "checkpoint-4"))
-        found[name] = [logged(trainer)[:8], logged(again)[:8]]
-    return found
+    place, options = Path(folder), {**EXCHANGED[name], **EIGHT_STEPS}
+    trainer = trainer_of(place / "ranks", mesh, **options)
+    trainer.train()
+    again = trainer_of(place / "resumed", mesh, **options)
+    again.train(resume_from_checkpoint=str(place / "plain" / "checkpoint-4"))
+    return [logged(trainer)[:8], logged(again)[:8]]
 
 
-@pytest.mark.thorough
-def test_ranks_and_a_plain_trainer_go_on_where_the_other_one_has_stopped(on_ranks: Run, tmp_path: Path) -> None:
-    plain = {}
-    for name, options in EXCHANGED.items():
-        plain[name] = trainer_of(tmp_path / name / "plain", None, plain=True, **options, **EIGHT_STEPS)
-        plain[name].train()
-    ranks = on_ranks(3, take_over_and_hand_over, patience=180.0, folder=str(tmp_path))
-    for name, options in EXCHANGED.items():
-        tolerance = 1e-4 if name == "tied" else 0.0  # their gradients are summed in another order
-        expected = logged(plain[name])[:8]
-        assert len(expected) == 8
-        for found in (logs for each in ranks for logs in each[name]):
-            assert found == [pytest.approx(entry, rel=tolerance) for entry in expected], name
-        folders = [tmp_path / name / kind for kind in ("plain", "ranks", "resumed")]
-        for number in (4, 8):
-            written = [folder / f"checkpoint-{number}" for folder in folders if number == 8 or folder.name != "resumed"]
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=getattr(pytest.mark, "thorough" if name == "adapters" else "slow"))
+        for name in EXCHANGED
+    ],
+)
+def test_ranks_and_a_plain_trainer_go_on_where_the_other_one_has_stopped(
+    on_ranks: Run, tmp_path: Path, name: str
+) -> None:
+    options = {"plain": True, **EXCHANGED[name], **EIGHT_STEPS}
+    plain = trainer_of(tmp_path / "plain", None, **options)
+    plain.train()
+    ranks = on_ranks(2, take_over_and_hand_over, patience=180.0, folder=str(tmp_path), name=name)
+    tolerance = 1e-4 if name == "tied" else 0.0  # their gradients are summed in another order
+    expected = [pytest.approx(entry, rel=tolerance) for entry in logged(plain)[:8]]
+    assert len(expected) == 8
+    assert all(found == expected for each in ranks for found in each)
+    for number, kinds in ((4, ("ranks",)), (8, ("ranks", "resumed"))):
+        for kind in kinds:
             for file in ("optimizer.pt", "scheduler.pt"):
-                for other in written[1:]:
-                    same_values(torch.load(written[0] / file), torch.load(other / file), tolerance)
-        trainer = trainer_of(tmp_path / name / "back", None, plain=True, **options, **EIGHT_STEPS)
-        trainer.train(resume_from_checkpoint=str(tmp_path / name / "ranks" / "checkpoint-4"))
-        assert logged(trainer)[:8] == [pytest.approx(entry, rel=tolerance) for entry in expected]
-        same_values(trainer.model.state_dict(), plain[name].model.state_dict(), tolerance)
+                one, other = (torch.load(tmp_path / each / f"checkpoint-{number}" / file) for each in ("plain", kind))
+                same_values(one, other, tolerance)
+    files = {path.name for path in (tmp_path / "ranks" / "checkpoint-8").iterdir()}
+    assert {"trainer_state.json", "rng_state.pth", "random-1"} <= files
+    models = {"adapter_model.safetensors", "model.safetensors"} & files
+    assert models == {"adapter_model.safetensors" if name == "adapters" else "model.safetensors"}
+    trainer = trainer_of(tmp_path / "back", None, **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "ranks" / "checkpoint-4"))
+    assert logged(trainer)[:8] == expected
+    same_values(trainer.model.state_dict(), plain.model.state_dict(), tolerance)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
