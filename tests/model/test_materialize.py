@@ -92,18 +92,6 @@ def same(left: nn.Module, right: nn.Module) -> bool:
     return list(one) == list(two) and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_model_that_was_built_on_meta_trains() -> None:
-    module = on_meta_device(layers)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    parameters = list(module.parameters())
-    pipe = Pipe(module, 2, balance=[3, 3], devices=["cpu"] * 2)
-    assert all(a is b for a, b in zip(parameters, pipe.parameters(), strict=True))
-    before = pipe[0].weight.detach().clone()
-    pipe(torch.randn(8, 4)).square().mean().backward()
-    optimizer.step()
-    assert not torch.equal(pipe[0].weight, before)
-
-
 @pytest.mark.parametrize("balance", [[1] * 6, [2, 4], [6]])
 def test_values_depend_on_the_seed_and_not_on_the_partitions(balance: list[int]) -> None:
     pipes = []
@@ -113,14 +101,6 @@ def test_values_depend_on_the_seed_and_not_on_the_partitions(balance: list[int])
         pipes.append(Pipe(module, 2, balance=cut, devices=["cpu"] * len(cut)))
     assert same(pipes[0], pipes[1])
     assert not same(pipes[0], pipes[2])
-
-
-def test_a_layer_depends_on_its_index_alone() -> None:
-    first, again, other = (on_meta_device(lambda: nn.Linear(3, 3)) for _ in range(3))
-    assert materialize(first, first=5, key=7) == []
-    assert materialize(on_meta_device(layers), again, other, first=4, key=7) == []
-    assert same(first, again)
-    assert not same(first, other)
 
 
 def test_the_callers_generator_gives_one_key_if_there_is_anything_to_fill() -> None:
@@ -449,27 +429,6 @@ def test_values_do_not_depend_on_the_device() -> None:
         pipes.append(Pipe(on_meta_device(layers), balance=[3, 3], devices=devices))
     assert pipes[1][0].weight.device.type != "cpu"
     assert same(pipes[0], nn.Sequential(*pipes[1]).cpu())
-
-
-def test_floats_are_filled_when_no_number_is_missing() -> None:
-    layer = nn.Linear(2, 2, bias=False, device="meta")
-    memory = MetaMemory(layer, CPU)
-    with torch.no_grad():
-        layer.weight[0].fill_(1.0)
-        assert memory.is_written(layer.weight)
-        assert not memory.is_filled(layer.weight)
-        layer.weight[1].fill_(1.0)
-    assert memory.is_filled(layer.weight)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_of_integers_it_is_known_that_they_were_written(dtype: torch.dtype) -> None:
-    layer = nn.Module()
-    layer.register_buffer("mask", torch.ones(2, dtype=dtype, device="meta"))
-    memory = MetaMemory(layer, CPU)
-    assert not memory.is_filled(layer.mask)
-    layer.mask.zero_()
-    assert memory.is_filled(layer.mask)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pipework import MicroBatches, Pipe
 from pipework.model.marks import NoChunk
 from pipework.model.mini_batch import gradients_are_there, join, required_gradients, split
-from pipework.values.nested import flatten, unflatten
+from pipework.values.nested import unflatten
 
 
 def targets_of(
@@ -66,12 +66,6 @@ def test_a_micro_batch_without_an_input_gradient_contributes_zeros() -> None:
     assert splits.join([((None,), None), ((None,), None)]) == [None]
 
 
-def test_structures_that_differ_are_refused() -> None:
-    outputs = [flatten(value) for value in (torch.zeros(1), [torch.zeros(1)])]
-    with pytest.raises(ValueError, match=r"micro-batch 0 gave tensor and micro-batch 1 gave \[tensor\]"):
-        join(outputs, [1, 1])
-
-
 def test_a_whole_tensor_goes_to_every_micro_batch_and_gets_the_sum() -> None:
     mask = torch.ones(1, 3, requires_grad=True)
     parts = split((torch.zeros(4, 3), NoChunk(mask)), {}, 2)
@@ -96,34 +90,6 @@ def test_targets_are_split_like_the_inputs_whatever_they_are_nested_in() -> None
     assert [tuple(part["more"][0][0].shape) for part in parts] == [(2, 2), (2, 2), (1, 2)]
     assert all(part["more"][0][1] == "text" and torch.equal(part["more"][1], mask) for part in parts)
     assert all(part["none"] is None for part in parts)
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        (torch.zeros(4), r"the inputs have 5 rows and a target tensor has shape \(4,\)"),
-        (
-            [torch.zeros(5), torch.zeros(1, 5)],
-            r"5 rows and a target tensor has shape \(1, 5\): wanted as many rows. Wrap",
-        ),
-        (torch.tensor(1.0), r"a target tensor has shape \(\)"),
-        (torch.zeros(5, requires_grad=True), r"shape \(5,\) requires a gradient.*detach\(\) it"),
-        (torch.zeros(5, requires_grad=True) * 2, "requires a gradient"),
-        (NoChunk(torch.zeros(2, requires_grad=True)), "requires a gradient"),
-    ],
-)
-def test_a_target_that_does_not_fit_is_refused(target: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        targets_of(target, 5, 2)
-
-
-@pytest.mark.parametrize(
-    ("target", "found"), [(torch.zeros(4, 2), r"shape \(4, 2\)"), (torch.tensor(1.0), r"shape \(\)")]
-)
-def test_where_two_ranks_read_the_error_names_both(target: torch.Tensor, found: str) -> None:
-    message = f"inputs on rank 2 have 5 rows and a target tensor on rank 7 has {found}: wanted .* same data .* NoChunk"
-    with pytest.raises(ValueError, match=message):
-        targets_of(target, 5, 2, (2, 7))
 
 
 def number(*required: bool, rows: int = 4, chunks: int = 2) -> int:

@@ -116,29 +116,3 @@ def test_replicas_that_train_different_parameters(pair: list[DataParallel]) -> N
         assert "their shapes, dtypes or order differ" in str(error)
     pairs[1]["a"] = nn.Parameter(torch.ones(5))
     assert step_of_both("ab", "ab") == [None, None]
-
-
-# ---- what the replicas train -----------------------------------------------------------------------------------------
-
-
-def test_what_only_some_train_is_named(pair: list[DataParallel]) -> None:
-    named = [(f"layer.{n}", nn.Parameter(torch.ones(2))) for n in range(8)]
-    every = [tensor for _, tensor in named]
-
-    def step(replica: DataParallel, own: list[nn.Parameter]) -> None:
-        replica.compare(own)
-        replica.begin([])
-
-    in_threads(*[lambda r=r: r.share_values(named) for r in pair])
-    for error in outcomes_in_threads(lambda: step(pair[0], every), lambda: step(pair[1], every[:1])):
-        assert "layer.1, layer.2, layer.3, layer.4, layer.5 and 2 more are trained by some of them only" in str(error)
-    for error in outcomes_in_threads(lambda: step(pair[0], every), lambda: step(pair[1], every[::-1])):
-        assert "their shapes, dtypes or order differ" in str(error)
-
-
-def test_what_cannot_be_averaged_is_refused(pair: list[DataParallel]) -> None:
-    eighth = torch.ones(2, dtype=torch.float8_e5m2, requires_grad=True)
-    with pytest.raises(TypeError, match=r"the parameter layer\.0, of torch\.float8_e5m2 .*cannot be averaged"):
-        pair[0].share_values([("layer.0", eighth)])
-    with pytest.raises(TypeError, match=r"the parameter that was replaced, of torch\.float8_e5m2"):
-        pair[1].compare([eighth])

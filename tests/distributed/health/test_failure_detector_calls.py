@@ -26,19 +26,6 @@ def test_who_makes_the_same_calls_later_waits_for_what_it_has_not_begun() -> Non
         assert behind.waits_for(ahead.present) == (ahead.present[0] != 1)
 
 
-def test_ranks_in_another_order_wait_for_each_other() -> None:
-    first, second = calls_of(2), calls_of(2)
-    for calls, last in ((first, 1), (second, 2)):
-        for pipe in (1, 2):
-            calls.begin(pipe)
-            calls.end()
-        calls.begin(last)
-    assert (first.present, second.present) == ((1, 2), (2, 2))
-    assert first.waits_for(second.present)
-    assert second.waits_for(first.present)
-    assert not first.waits_for((3, 1))  # which this process has not made
-
-
 def test_a_process_that_calls_pipes_in_several_threads_says_nothing() -> None:
     calls = calls_of(2)
     thread = threading.Thread(target=lambda: (calls.begin(1), calls.end()))

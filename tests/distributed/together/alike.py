@@ -9,7 +9,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipework import Mesh, Pipe, PipelineError
+from pipework import Mesh, Pipe, PipelineError, pop, skippable, stash
+
+
+class Tied(nn.Module):
+    """Multiplies by a weight that other layers have, too."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x)
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip
 
 
 def square(output: Tensor, target: Tensor) -> Tensor:

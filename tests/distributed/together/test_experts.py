@@ -266,59 +266,16 @@ def test_three_dimensions_with_experts(mesh: Mesh) -> None:
 # ---- over ranks that have the same data -----------------------------------------------------------------------------
 
 
-class Halves(nn.Module):
-    """Every rank has all rows, and its expert computes a part of them."""
-
-    def __init__(self, group: Any, plain: nn.Module) -> None:
-        super().__init__()
-        assert isinstance(plain, Experts)
-        self.gate, self.group = plain.gate, group
-        self.experts = nn.ModuleList([plain.experts[dist.get_rank(group)]])
-
-    def forward(self, x: Tensor) -> Tensor:
-        part = Part.apply(self.gate(x), self.group)  # type: ignore[no-untyped-call]
-        computed: Tensor = Whole.apply(self.experts[0](part), self.group)  # type: ignore[no-untyped-call]
-        return x + computed
-
-
-def gathered(part: Tensor, group: Any) -> Tensor:
-    every = [torch.empty_like(part) for _ in range(EXPERTS)]
-    dist.all_gather(every, part.contiguous(), group=group)
-    return torch.cat(every)
-
-
-class Part(torch.autograd.Function):
-    """The rows of this rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.tensor_split(EXPERTS)[dist.get_rank(group)].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gathered(gradients[0], ctx.group), None
-
-
-class Whole(torch.autograd.Function):
-    """The rows of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return gathered(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].tensor_split(EXPERTS)[dist.get_rank(ctx.group)].clone(), None
-
-
 @runs_on(4)
 def test_shards_that_a_layer_cuts_by_hand_over_ranks_with_the_same_data(mesh: Mesh) -> None:
+    """Each expert gets its part of the rows from all ranks, so that its gradient is as many times as large."""
     device_mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
     mesh, tp = Mesh.of(device_mesh), device_mesh["tp"]
-    halves = nn.Sequential(*[Halves(tp.get_group(), each) for each in experts()])
-    check(pipe_of(halves, mesh, local_parameters={"*.experts.*": "tp"}), tp.get_local_rank())
+    module = experts(tp.get_group())
+    for name, parameter in module.named_parameters():
+        if "experts" in name:
+            parameter.register_hook(lambda gradient: gradient / EXPERTS)
+    check(pipe_of(module, mesh, local_parameters={"*.experts.*": "tp"}), tp.get_local_rank())
     for unknown in (("dp", "ep"), {"dp", "tp"}):
         with pytest.raises(ValueError, match="given other data"):
             Mesh.of(device_mesh, replicas=unknown)  # type: ignore[arg-type]

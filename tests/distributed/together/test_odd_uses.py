@@ -7,23 +7,13 @@ import signal
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import (
-    Mesh,
-    Pipe,
-    PipelineError,
-    load_checkpoint,
-    pop,
-    save_checkpoint,
-    skippable,
-    stash,
-)
-from tests.distributed.together.alike import both, refused, square
+from pipework import Mesh, Pipe, PipelineError, load_checkpoint, save_checkpoint
+from tests.distributed.together.alike import Pop, Stash, Tied, both, refused, square
 from tests.jobs import runs_on
 from tests.schedule.orders_text import schedule_of
 
@@ -61,15 +51,6 @@ class Reading(nn.Module):
         self.seen.append(count.number)
         count.number = -1  # of no concern to anybody else
         return x
-
-
-class Tied(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
 
 
 @runs_on(2)
@@ -178,23 +159,9 @@ def test_a_tied_parameter_that_is_frozen_on_one_rank_only(mesh: Mesh) -> None:
         pipe(x, target=y)
 
 
-@skippable(stash=["skip"])
-class Down(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x)
-        return x
-
-
-@skippable(pop=["skip"])
-class Up(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip
-
-
 @runs_on(2)
 def test_what_is_on_its_way_as_a_skip_is_not_overwritten(mesh: Mesh) -> None:
-    skipping = [Down(), nn.Identity(), nn.ReLU(inplace=True), Up()]
+    skipping = [Stash(), nn.Identity(), nn.ReLU(inplace=True), Pop()]
     pipe = Pipe(nn.Sequential(nn.Linear(3, 3), *skipping), 2, mesh=mesh, balance=[2, 1, 1, 1], schedule=WANDERING)
     with refused("stage 2 has changed skip tensor 'skip' in place", RuntimeError):
         pipe(torch.randn(4, 3), outputs="all")

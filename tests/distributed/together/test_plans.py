@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import pipework.planning
-from pipework import Mesh, Pipe, Plan, pop, skippable, stash
+from pipework import Mesh, Pipe, Plan
 from pipework.planning import Rates
 from pipework.schedule.edges import recomputed
 from pipework.testing import draw_key, reference_step
-from tests.distributed.together.alike import other_gradients
+from tests.distributed.together.alike import Pop, Stash, other_gradients
 from tests.jobs import runs_on
 
 X, Y = torch.linspace(-1, 1, 16 * 8).reshape(16, 8), torch.zeros(16, 8)
@@ -25,20 +25,6 @@ def layers() -> nn.Sequential:
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(4)), nn.Dropout()
     )
-
-
-@skippable(stash=["ahead"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("ahead", x)
-        return x.sin()
-
-
-@skippable(pop=["ahead"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        ahead = yield pop("ahead")
-        return x + ahead
 
 
 def with_a_skip() -> nn.Sequential:

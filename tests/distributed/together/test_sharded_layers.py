@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from pipework import Mesh, Pipe, pop, skippable, stash
+from pipework import Mesh, Pipe
 from pipework.runtime.random.shards import draw_per_rank
-from tests.distributed.together.alike import of_all_ranks, refused
+from tests.distributed.together.alike import Pop, Stash, Tied, of_all_ranks, refused
 from tests.distributed.together.sharding import (
     CHUNKS,
     PLAN,
@@ -72,29 +72,6 @@ def test_clipping_recording_and_evaluating_with_tensor_parallelism(mesh: Mesh) -
         torch.testing.assert_close(pipe(x, target=y), F.mse_loss(blocks()(x), y))
     output = Pipe(blocks(device_mesh["tp"]), CHUNKS, mesh=device_mesh)(x, outputs="all")
     F.mse_loss(output, y).backward()
-
-
-class Tied(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
-
-@skippable(stash=["early"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("early", x)
-        return x * 2
-
-
-@skippable(pop=["early"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        early = yield pop("early")
-        return x + early
 
 
 @runs_on(4)

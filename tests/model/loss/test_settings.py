@@ -82,7 +82,9 @@ def test_buffers_of_a_loss_function_are_moved_and_are_no_part_of_the_state() -> 
 
 
 def nested_loss(output: Tensor, target: Any) -> Tensor:
-    first = F.cross_entropy(output, target["label"], reduction="sum")
+    # The reference leaves the mark where it is.
+    weight = target["whole"].value if isinstance(target["whole"], NoChunk) else target["whole"]
+    first = F.cross_entropy(output, target["label"], weight=weight, reduction="sum")
     return (first + (output * target["more"][0]).sum()) * target["factor"] / len(output)
 
 
@@ -93,25 +95,12 @@ def test_a_target_may_be_nested(way: Any, checkpoint: str) -> None:
     pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1], loss_fn=nested_loss)
     x = torch.randn(7, 4)
     target = {"label": torch.randint(3, (7,)), "more": [torch.randn(7, 3), "words"], "factor": 0.5}
+    target["whole"] = NoChunk(torch.tensor([1.0, 5.0, 0.5]))
     reference = reference_step(plain, x, target, nested_loss, 3, key=0)
     loss = pipe(x, target=target)
     loss.backward()
     assert torch.equal(loss, reference.loss)
     assert same_gradients(pipe, plain)
-
-
-@inside
-def test_a_target_may_be_given_whole(way: Any) -> None:
-    weight = torch.tensor([1.0, 5.0, 0.5])
-
-    def weighted(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(output, target[0], weight=target[1], reduction="sum")
-
-    plain = layers().double()
-    pipe = way.pipe(plain, 3, balance=[1, 1, 1, 1], loss_fn=weighted, loss_reduction="sum")
-    x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
-    loss = pipe(x, target=(y, NoChunk(weight.double())))
-    torch.testing.assert_close(loss, weighted(plain(x), (y, weight.double())), rtol=1e-12, atol=0)
 
 
 @inside
@@ -288,35 +277,29 @@ def counted(target: Tensor) -> Tensor:
     return (target != -100).sum()
 
 
-@inside
-@pytest.mark.parametrize("rows", [8, 7, 2])
-def test_a_mean_is_that_of_the_whole_batch_however_it_is_cut(way: Any, rows: int) -> None:
-    plain = layers().double()
-    pipe = way.pipe(plain, 3, balance=[1, 1, 1, 1], loss_fn=F.cross_entropy)
-    x, y = torch.randn(rows, 4, dtype=torch.float64), torch.randint(3, (rows,))
-    expected = F.cross_entropy(plain(x), y)
-    expected.backward()
+def assert_as_whole(way: Any, y: Tensor, loss_fn: Any, checkpoint: str = "except_last", **options: Any) -> None:
+    """The bits of micro-batches one after the other, and nearly the loss and the gradients of the whole batch."""
+    plain, x = layers().double(), torch.randn(len(y), 4, dtype=torch.float64)
+    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1], loss_fn=loss_fn, **options)
+    reference = reference_step(plain, x, y, loss_fn, 3, key=0, **options)
     loss = pipe(x, target=y)
     loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    assert torch.equal(loss, reference.loss)
+    assert same_gradients(pipe, plain)
+    plain.zero_grad()
+    whole = loss_fn(plain(x), y)
+    whole.backward()
+    torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
     for a, e in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, e.grad, rtol=1e-12, atol=1e-15)
 
 
 @inside
-def test_a_sum_weights_nothing(way: Any) -> None:
-    def summed(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target, reduction="sum")
-
-    plain = layers()
-    pipe = way.pipe(plain, 3, balance=[1, 1, 1, 1], loss_fn=summed, loss_reduction="sum")
-    x, y = torch.randn(7, 4), torch.randint(3, (7,))
-    reference = reference_step(plain, x, y, summed, 3, key=0, loss_reduction="sum")
-    loss = pipe(x, target=y)
-    loss.backward()
-    assert torch.equal(loss, reference.loss)
-    assert same_gradients(pipe, plain)
-    torch.testing.assert_close(loss, summed(plain(x), y))
+@pytest.mark.parametrize("rows", [8, 7, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_mean_or_a_sum_is_that_of_the_whole_batch_however_it_is_cut(way: Any, reduction: str, rows: int) -> None:
+    loss_fn = partial(F.cross_entropy, reduction=reduction)
+    assert_as_whole(way, torch.randint(3, (rows,)), loss_fn, loss_reduction=reduction)
 
 
 @inside
@@ -324,21 +307,9 @@ def test_a_sum_weights_nothing(way: Any) -> None:
 @pytest.mark.parametrize("hidden", [[0], [0, 1, 2], [3, 6], [2, 3, 4, 5, 6]], ids=str)
 def test_weights_count_what_is_counted(way: Any, checkpoint: str, hidden: list[int]) -> None:
     """Of micro-batches of three, two and two rows, some rows or all of some are masked."""
-    plain = layers().double()
-    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1], loss_fn=masked, loss_weight=counted)
-    x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
+    y = torch.randint(3, (7,))
     y[hidden] = -100
-    reference = reference_step(plain, x, y, masked, 3, key=0, loss_weight=counted)
-    loss = pipe(x, target=y)
-    loss.backward()
-    assert torch.equal(loss, reference.loss)
-    assert same_gradients(pipe, plain)
-    plain.zero_grad()
-    whole = masked(plain(x), y)
-    whole.backward()
-    torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
-    for a, e in zip(pipe.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, e.grad, rtol=1e-12, atol=1e-15)
+    assert_as_whole(way, y, masked, checkpoint, loss_weight=counted)
 
 
 @inside
@@ -469,15 +440,11 @@ OTHERS: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", ALIKE)
-def test_the_same_function_is_told_alike(kind: str) -> None:
-    assert function_identity(ALIKE[kind](0)) == function_identity(ALIKE[kind](1))
-
-
-@pytest.mark.parametrize("number", range(len(OTHERS)))
-def test_other_functions_are_told_apart(number: int) -> None:
-    one, other = OTHERS[number]
-    assert function_identity(one) != function_identity(other)
+def test_the_same_function_is_told_alike_and_others_are_told_apart() -> None:
+    for kind, make in ALIKE.items():
+        assert function_identity(make(0)) == function_identity(make(1)), kind
+    for one, other in OTHERS:
+        assert function_identity(one) != function_identity(other)
 
 
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 4.0, 0.0], dtype=torch.float64)
