@@ -208,11 +208,10 @@ def attach(
             lambda labels: cuttable.result_of(*with_argument(signature, *cuttable.sample, target, labels)),
         )
     if plan is not None:
-        decided = {"chunks": (chunks, 1), "checkpoint": (checkpoint, "except_last"), "balance": (balance, None)}
-        decided["schedule"] = schedule, "1f1b"
-        told = planned_arguments(plan, cuttable.sequential(), devices, decided, on_ranks=mesh is not None)
-        _, chunks, balance, devices, schedule = told
-        checkpoint = "except_last" if recomputed(told.schedule) else "never"
+        own = chunks, checkpoint, balance, devices, schedule
+        told = planned_arguments(plan, cuttable.sequential(), *own, usual="1f1b", on_ranks=mesh is not None)
+        chunks, balance, devices, schedule = told
+        checkpoint = "except_last" if recomputed(schedule) else "never"
     elif balance is None:
         balance = _balance(cuttable, schedule, chunks, backend_for(mesh, devices))
     layers = cuttable.sequential(balance)

@@ -183,19 +183,30 @@ class Executor:
         everywhere: bool,
         loss_scale: Any = None,
     ) -> Any:
-        """One mini-batch; see `Pipe.forward`. `training` is the pipe's flag; `warnings` gets the texts of warnings."""
-        if self._backend.is_whole and return_output and target is None:
-            raise _output_without_loss()
-        scale = checked_scale(loss_scale, self._devices[-1])
+        """One mini-batch; see `Pipe.forward`. The steps have their numbers in the drawing of `docs/design.md`.
+
+        Args:
+            inputs: of the call.
+            keyword_inputs: likewise.
+            target: likewise.
+            warnings: gets the texts of warnings.
+            training: the pipe's flag.
+            return_output: see `Pipe.forward`.
+            everywhere: whether every process gets the outputs.
+            loss_scale: see `Pipe.forward`.
+        """
+        # 1. This process reads what it needs of the call, and cuts the inputs into micro-batches.
+        device = self._devices[-1]
+        scale = checked_scale(loss_scale, device)
         context = CallerContext.capture(self._device_types)
-        passed, own_target = (inputs, keyword_inputs), target
+        call_inputs = inputs, keyword_inputs
         # Of several processes one reads the inputs; the others may want their gradients.
         reads = self._backend.is_first or (
             context.grad and any(map(requires_gradients, (*inputs, *keyword_inputs.values())))
         )
+        own, cut_target = None, target
         if reads or (self._backend.is_last and target is not None):
-            inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
-        own = self._split(inputs, keyword_inputs) if reads else None
+            own, cut_target = self._read(inputs, keyword_inputs, target, cuts=reads)
         if self._engine is None:
             warnings += uncalled_hooks(self._partitions.values())
         engine = self.engine_in_use()
@@ -204,6 +215,8 @@ class Executor:
         if self._backend.is_whole:  # of several processes each knows its own layers only, but all know the pipe's flag
             training = any(layer.training for partition in self._partitions.values() for layer in partition)
         gradients = required_gradients(own) if own is not None and context.grad else 0
+
+        # 2. All processes know the call.
         call = StepCall(
             training=training,
             grad=context.grad,
@@ -211,56 +224,50 @@ class Executor:
             returns_output=return_output,
             recorded=self.recording is not None,
             scales_loss=loss_scale is not None,
-            has_target=own_target is not None,
+            has_target=target is not None,
             gradients=gradients,
         )
         split = own if self._backend.is_first else None
-        call = self._backend.begin(call, split, passed, own_target)
+        call = self._backend.begin(call, split, call_inputs, target)
         split = split or MiniBatch.elsewhere(call.rows, call.micro_batches, call.given)  # another process has it
         own = own or split
-        inside, trains, warns = call.has_target, training and context.grad, self.settings.warns
+
+        # 3. The targets are cut likewise, the schedule is looked up, and the losses get their weights.
+        trains, warns, settings = training and context.grad, self.settings.warns, self.settings.loss
         targets, weighing = None, split.rows
-        if inside and self._backend.is_last:
-            targets, weighing = split.targets(target, self._devices[-1], self._end_ranks, self._known_layout)
+        if call.has_target and self._backend.is_last:
+            targets, weighing = split.targets(cut_target, device, self._end_ranks, self._known_layout)
         try:
             mode = self.settings.checkpoint if trains else "never"
-            program = self._program(len(split.rows), mode, inside=inside)
+            program = self._program(len(split.rows), mode, inside=call.has_target)
         except ValueError as error:  # a schedule of the caller's own is for fewer micro-batches
             raise self._backend.common_error(error) from None
-        self._refuse_wrong_target(program, call, return_output, loss_scale is not None, trains, everywhere)
+        self._refuse_wrong_target(program, call)
         shows = warns and split.is_cut and len(split.rows) > 1  # how the layers and the loss treat rows
         inner, padding = None, None
-        if inside:
+        if call.has_target:
             if targets is not None and warns:
-                padding = self.settings.loss.padding_warning(targets, weighing)
-            checks_loss = shows and self._checks_loss and targets and may_be_other(self.settings.loss.function)
-            inner = self.settings.loss.inner(
-                targets,
-                weighing,
-                self._devices[-1],
-                grad=context.grad,
-                keeps_output=return_output,
-                scale=scale,
-                seen=[] if checks_loss else None,
+                padding = settings.padding_warning(targets, weighing)
+            checks_loss = shows and self._checks_loss and targets and may_be_other(settings.function)
+            seen = list[Any]() if checks_loss else None
+            inner = settings.inner(
+                targets, weighing, device, grad=context.grad, keeps_output=return_output, scale=scale, seen=seen
             )
+
+        # 4. The workers run the schedule: all of it, or up to the outputs if the loss is outside.
         key = Key(call.key)
         if training:
             key.value()
         with self._engine_lock:  # before Step(), which waits for the mini-batches of other threads
             number = self.recorded_step
             self.recorded_step += 1
+        finite = CHECK_FINITE in self.settings.debug
         step = Step(
             engine,
             program,
             context,
             key,
-            StepOptions(
-                CHECK_FINITE in self.settings.debug,
-                self.recording,
-                number,
-                everywhere=everywhere,
-                scaler=self.settings.loss.grad_scaler,
-            ),
+            StepOptions(finite, self.recording, number, everywhere, settings.grad_scaler),
             loss=inner,
             own_leaves=split.own_leaves,
             input_gradients=call.gradients != 0,
@@ -274,10 +281,10 @@ class Executor:
                     stack.enter_context(self.mini_batch_of_batch_norms(engine.lock))
                 if shows and self._checks_inputs:
                     stack.enter_context(self._rows_watched(engine.lock, split.rows, warnings))
-                if inside:
-                    results, returned = step.run(split.micro_batches, targets or [])
-                else:
+                if inner is None:
                     results = step.forward(split.micro_batches)
+                else:
+                    results, returned = step.run(split.micro_batches, targets or [])
         except Exception as error:
             for doubt in () if own.learned is None else own.learned.doubts:  # which may be why
                 add_note(error, doubt)
@@ -286,8 +293,9 @@ class Executor:
         if own.learned is not None:  # not before: a call that fails has shown nothing
             self._known_layout.learn(own.learned)
             warnings += own.learned.doubts if warns and self._backend.is_first else []
+
+        # 5. The caller's graph gets the loss, or the joined outputs.
         rooted = not self._backend.is_whole
-        outputs = results
         if inner is not None:
             # A process that has nothing to train may leave its backward out.
             has_backward = trains and (gradients != 0 or any(map(step.parameters, step.stages)))
@@ -302,7 +310,7 @@ class Executor:
             if warns and has_backward:
                 warnings += self._undelivered.doubts()
                 self._undelivered.add(shared)
-            warnings += loss_warnings(self.settings.loss, inner, split.rows, padding)
+            warnings += loss_warnings(settings, inner, split.rows, padding)
             self._checks_loss &= not shows
             parts = [tensors[0] for tensors, _ in results]
             loss = total(parts)
@@ -312,12 +320,12 @@ class Executor:
             if not return_output:
                 return loss
             has_output = everywhere or self._backend.is_last
-            outputs = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
+            results = [(tensors[1:], structure) for tensors, structure in results] if has_output else []
         output = None
-        if outputs:
-            joined = split.joined(outputs)
+        if results:
+            joined = split.joined(results)
             if warns and split.is_cut:
-                warnings += self._output_rows.warnings(outputs, split.rows)
+                warnings += self._output_rows.warnings(results, split.rows)
             tensors = joined.tensors
             if inner is None and context.grad and any(joined.differentiable):
                 backward = LossOutside(step, cut=joined.cut, join=own.pieces.join)
@@ -336,39 +344,30 @@ class Executor:
         placement = self._assignment.placement
         return self._backend.rank_of(placement[0]), self._backend.rank_of(placement[-1])
 
-    def _refuse_wrong_target(
-        self,
-        program: Program,
-        call: StepCall,
-        return_output: bool,
-        scaled: bool,
-        trains: bool,
-        everywhere: bool,
-    ) -> None:
+    def _refuse_wrong_target(self, program: Program, call: StepCall) -> None:
         """Raises an error if a target is missing, or where nobody reads it, or if what it is needed for is asked for.
 
         Args:
             program: of the mini-batch.
             call: what all processes know of it.
-            return_output: see `Pipe.forward`.
-            scaled: whether there is a `loss_scale`.
-            trains: whether there will be a backward.
-            everywhere: whether every process gets the outputs.
         """
         first, last = self._end_ranks
-        loss, error = self.settings.loss, None
+        loss, error, trains = self.settings.loss, None, call.training and call.grad
         if trains and not call.has_target and not program.loss_may_be_outside:
             error = loss.missing_target(program.schedule.name, reader=last)
-        elif trains and not call.has_target and last is not None and not everywhere:
+        elif trains and not call.has_target and last is not None and not call.everywhere:
             error = loss.outside_of_one_rank(last)
         elif call.target_is_unread:
             error = ValueError(
                 f"a target was given on rank {first}, and none on rank {last}, which has the last stage and reads it: "
                 "give it there"
             )
-        elif return_output and not call.has_target:
-            error = _output_without_loss()
-        elif scaled and not call.has_target:
+        elif call.returns_output and not call.has_target:
+            error = ValueError(
+                "return_output=True is for pipe(x, target=y), which returns the loss: without a target the output is "
+                "what the pipe returns"
+            )
+        elif call.scales_loss and not call.has_target:
             error = ValueError(
                 "loss_scale= multiplies the loss of pipe(x, target=y), and there is no target: multiply a loss that is "
                 "computed outside of the pipe yourself"
@@ -388,8 +387,8 @@ class Executor:
         self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any, *, grad: bool, keeps_output: bool
     ) -> PreparedBatch:
         """A mini-batch in micro-batches, to be run without the workers, in a process that reads inputs and target."""
-        inputs, keyword_inputs, target = self._cut_by_caller(inputs, keyword_inputs, target)
-        split = self._split(inputs, keyword_inputs)
+        split, target = self._read(inputs, keyword_inputs, target, cuts=True)
+        assert split is not None
         if target is None:
             return PreparedBatch(split, None, None)
         device = self._devices[-1]
@@ -432,30 +431,27 @@ class Executor:
     def engine_in_use(self) -> Engine:
         """The stages and workers, made at the first mini-batch and again after a copy, an unpickling or a fork."""
         with self._engine_lock:  # two threads may call for the first time at once
-            return self._opened()
-
-    def _opened(self) -> Engine:
-        if self._engine is None or not self._engine.workers.alive:
-            partitions = list(self._partitions.values())
-            if self._backend.is_whole:
-                # Again for each engine, since replacing a layer makes a new one.
-                verify_skippables(self._layers)
-                refuse_shared_statistics(partitions)
-                self.skips = self._skips_between(partitions)
-            self._deferred = [module for module in self._layers.modules() if isinstance(module, DeferredBatchNorm)]
-            self._engine = make_engine(
-                self._partitions,
-                self._assignment.partitioning.balance,
-                self._devices,
-                self._assignment.placement,
-                self.skips,
-                backend=self._backend,
-                tuples=self.settings.tuples,
-                loss=self.settings.loss.function if isinstance(self.settings.loss.function, nn.Module) else None,
-                one_thread=ONE_THREAD in self.settings.debug,
-            )
-            self._backend.use(self._engine.workers)
-        return self._engine
+            if self._engine is None or not self._engine.workers.alive:
+                partitions = list(self._partitions.values())
+                if self._backend.is_whole:
+                    # Again for each engine, since replacing a layer makes a new one.
+                    verify_skippables(self._layers)
+                    refuse_shared_statistics(partitions)
+                    self.skips = self._skips_between(partitions)
+                self._deferred = [module for module in self._layers.modules() if isinstance(module, DeferredBatchNorm)]
+                self._engine = make_engine(
+                    self._partitions,
+                    self._assignment.partitioning.balance,
+                    self._devices,
+                    self._assignment.placement,
+                    self.skips,
+                    backend=self._backend,
+                    tuples=self.settings.tuples,
+                    loss=self.settings.loss.function if isinstance(self.settings.loss.function, nn.Module) else None,
+                    one_thread=ONE_THREAD in self.settings.debug,
+                )
+                self._backend.use(self._engine.workers)
+            return self._engine
 
     @property
     def _layers(self) -> nn.Sequential:
@@ -492,13 +488,15 @@ class Executor:
             self._layout = Layout(() if first is None or not self._backend.is_first else positional_names(first))
         return self._layout
 
-    def _cut_by_caller(
-        self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """The call as it is, or in the micro-batches that the function of the caller makes of it."""
-        if self.settings.split is None or has_micro_batches(inputs, keyword_inputs):
-            return inputs, keyword_inputs, target
-        return in_micro_batches(self.settings.split, inputs, keyword_inputs, target, self.settings.chunks)
+    def _read(
+        self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any, *, cuts: bool
+    ) -> tuple[MiniBatch | None, Any]:
+        """The inputs in micro-batches, or None unless `cuts`, and the target as the function of `split=` cuts it."""
+        if self.settings.split is not None and not has_micro_batches(inputs, keyword_inputs):
+            inputs, keyword_inputs, target = in_micro_batches(
+                self.settings.split, inputs, keyword_inputs, target, self.settings.chunks
+            )
+        return self._split(inputs, keyword_inputs) if cuts else None, target
 
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> MiniBatch:
         """The mini-batch in micro-batches."""
@@ -538,10 +536,3 @@ class Executor:
             yield
         self._checks_inputs = False
         warnings += found
-
-
-def _output_without_loss() -> ValueError:
-    return ValueError(
-        "return_output=True is for pipe(x, target=y), which returns the loss: without a target the output is what the "
-        "pipe returns"
-    )

@@ -144,14 +144,12 @@ class Pipe(Layers):
         split: OwnSplit | None = None,
         debug: str | Iterable[str] = (),
     ) -> None:
-        self._plan: Plan | None = None
+        self._plan = plan
         if plan is not None:
             from pipework.assignment.from_plan import planned_arguments  # seldom needed
 
-            decided = {"chunks": (chunks, 1), "checkpoint": (checkpoint, "except_last"), "balance": (balance, None)}
-            decided["schedule"] = schedule, "gpipe"
-            self._plan, chunks, balance, devices, schedule = planned_arguments(
-                plan, module, devices, decided, on_ranks=mesh is not None
+            chunks, balance, devices, schedule = planned_arguments(
+                plan, module, chunks, checkpoint, balance, devices, schedule, on_ranks=mesh is not None
             )
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")

@@ -7,17 +7,18 @@ between the caller's and the layer's. With the environment variable ``PIPEWORK_F
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import warnings
 from pathlib import Path
 from traceback import TracebackException
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from pipework import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import TracebackType
 
 _PACKAGE: Final = str(Path(__file__).absolute().parent) + os.sep  # links stay, as in the names of frames' files
 VARIABLE: Final = "PIPEWORK_FULL_TRACEBACKS"
@@ -114,7 +115,9 @@ class ShortTracebacks:
         if error is not None and not _left_whole():
             first, *others = _frames(trace)
             kept = [each for each in others[:-1] if not _is_inner_frame(each)]
-            error.__traceback__ = _joined([first, *kept, *others[-1:]])
+            for outer, inner in itertools.pairwise([first, *kept, *others[-1:]]):
+                outer.tb_next = inner
+            error.__traceback__ = first
 
 
 def _left_whole() -> bool:
@@ -132,14 +135,6 @@ def _frames(trace: TracebackType | None) -> list[TracebackType]:
 def _is_inner_frame(trace: TracebackType) -> bool:
     code = trace.tb_frame.f_code
     return is_inner(code.co_filename, code.co_name)
-
-
-def _joined(frames: list[TracebackType]) -> TracebackType | None:
-    """A traceback of these frames, the outermost first."""
-    trace = None
-    for each in reversed(frames):
-        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return trace
 
 
 def _chain(error: TracebackException) -> Iterator[TracebackException]:

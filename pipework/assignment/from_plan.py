@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,37 +13,35 @@ from pipework.planning.layer_costs import LayerInfo
 from pipework.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from pipework.model.sequential import Device
-    from pipework.schedule import Schedule
-
-
-class PlannedArguments(NamedTuple):
-    """The arguments of a `Pipe` that a plan decides, and the plan."""
-
-    plan: Plan
-    chunks: int
-    balance: list[int]
-    devices: Sequence[Device] | None
-    schedule: Schedule
+    from pipework.schedule import Schedule, ScheduleSpec
 
 
 def planned_arguments(
     plan: object,
     module: nn.Sequential,
+    chunks: int,
+    checkpoint: str,
+    balance: Sequence[int] | None,
     devices: Sequence[Device] | None,
-    given: Mapping[str, tuple[Any, Any]],
+    schedule: str | Schedule | ScheduleSpec,
     *,
+    usual: str = "gpipe",
     on_ranks: bool = False,
-) -> PlannedArguments:
-    """What a plan says instead of a pipe's own arguments.
+) -> tuple[int, list[int], Sequence[Device] | None, Schedule]:
+    """What a plan says instead of a pipe's own arguments: chunks, balance, devices and schedule.
 
     Args:
         plan: of this module.
         module: the layers.
+        chunks: as it was given, as are all arguments that the plan decides.
+        checkpoint: likewise.
+        balance: likewise.
         devices: for a plan that was made elsewhere: the devices of this machine, one for each worker. None: the plan's.
-        given: the arguments that the plan decides, each with its default.
+        schedule: likewise.
+        usual: the schedule without a plan.
         on_ranks: whether workers are processes, each of which has its own device: then the plan's are left out.
 
     Raises:
@@ -57,7 +55,8 @@ def planned_arguments(
         )
     if not isinstance(module, nn.Sequential):
         raise not_sequential(module)
-    for name, (value, default) in given.items():
+    unset = {"chunks": (chunks, 1), "checkpoint": (checkpoint, "except_last"), "balance": (balance, None)}
+    for name, (value, default) in {**unset, "schedule": (schedule, usual)}.items():
         if value is not default and value != default:
             raise ValueError(f"{name}= is given beside plan=, which decides it: leave {name}= or plan= out")
     plan.check_model([layer_info(name, layer) for name, layer in named_layers(module)])
@@ -75,7 +74,7 @@ def planned_arguments(
             f"devices has {len(places)} entries, and the plan has {len(plan.devices)} workers: give one for each, in "
             f"place of {', '.join(plan.devices)}"
         )
-    return PlannedArguments(plan, plan.chunks, list(plan.balance), places, plan.schedule)
+    return (plan.chunks, list(plan.balance), places, plan.schedule)
 
 
 def _is_device(name: str) -> bool:
