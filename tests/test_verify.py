@@ -1,6 +1,7 @@
 """A pipe on a mini-batch of the user's own: right is found to be right, wrong is named, and nothing is changed."""
 
 import copy
+import itertools
 import random
 import re
 import threading
@@ -54,8 +55,9 @@ def verified(modules: Sequence[nn.Module], *inputs: Any, target: Any = None, **o
 # ---- what is right ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"), [*zip(TRAINING, itertools.cycle(["always", "except_last", "never"]), strict=False)]
+)
 def test_every_schedule(schedule: str, checkpoint: str) -> None:
     x, y = batch()
     found = verified(layers(), x.requires_grad_(), target=y, schedule=schedule, checkpoint=checkpoint)
