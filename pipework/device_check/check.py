@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipework.device_check.training import LongKernels, autocast, first_cases, further_cases, train_pipe, train_plain
-from pipework.testing.comparison import MOST, Compared, allowed_for, differences, on_host, tolerance_of
+from pipework.device_check.training import autocast, first_cases, further_cases, train_pipe, train_plain
+from pipework.testing.comparison import MOST, Compared, allowed_for, differences, tolerance_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from pipework.device_check.training import Case
 
@@ -95,7 +95,6 @@ def check_devices(
     """
     pairs = [(device, device) for device in devices] + list(itertools.permutations(devices, 2))
     findings = Findings([CheckedPlace(source, destination) for source, destination in pairs])
-    kernels = LongKernels()
     drawn = itertools.cycle([(each, further_cases(each.source, each.destination)) for each in findings.places])
     further = ((place, next(cases)) for place, cases in drawn)
     first = [(each, case) for each in findings.places for case in first_cases(each.source, each.destination)]
@@ -106,7 +105,7 @@ def check_devices(
             if number >= len(first) and time.perf_counter() - start >= seconds:
                 break
             progress(f"{place.name}: {case}")
-            _run(place, case, kernels)
+            _run(place, case)
     except KeyboardInterrupt:
         findings.interrupted = True
     finally:
@@ -115,13 +114,12 @@ def check_devices(
     return findings
 
 
-def _run(place: CheckedPlace, case: Case, kernels: LongKernels) -> None:
+def _run(place: CheckedPlace, case: Case) -> None:
     seed = place.cases
     if not all(torch.amp.is_autocast_available(device.type) for device in case.devices):
         case = replace(case, autocast=False)
     try:
-        kernels.prepare({*case.devices, case.batch_on})
-        wrong = _wrong(place, case, seed, kernels)
+        wrong = _wrong(place, case, seed)
     except Exception as error:
         wrong = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     place.cases += 1
@@ -129,22 +127,17 @@ def _run(place: CheckedPlace, case: Case, kernels: LongKernels) -> None:
         place.failures.append(f"{case} (seed {seed}): {wrong}")
 
 
-def _wrong(place: CheckedPlace, case: Case, seed: int, kernels: LongKernels) -> str:
+def _wrong(place: CheckedPlace, case: Case, seed: int) -> str:
     """What went wrong, in words; empty: nothing did."""
-    plain = _on_host(train_plain(case, seed))
-    itself = Compared.of("results", "itself", differences(_on_host(train_plain(case, seed)), plain), MOST)
+    plain = train_plain(case, seed)
+    itself = Compared.of("results", "itself", differences(train_plain(case, seed), plain), MOST)
     allowed = 0.0
     if itself.difference:
         place.inexact += 1
         with autocast(case):
             allowed = allowed_for(itself.difference, tolerance_of(plain.values()))
-    own = differences(_on_host(train_pipe(case, seed, kernels)), plain)
-    found = Compared.of("results", "the plain model", own, allowed)
+    found = Compared.of("results", "the plain model", differences(train_pipe(case, seed), plain), allowed)
     for each, whose in ((itself, "the plain model, without pipework, differs from itself: "), (found, "")):
         if each.first:
             return f"{whose}{each.first}: the largest difference is {each.difference:.3g} of the largest element"
     return ""
-
-
-def _on_host(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: on_host(value) for name, value in values.items()}

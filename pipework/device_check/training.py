@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import random
 import time
 import warnings
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,10 @@ from torch.nn import functional as F
 
 from pipework import Pipe, PipeWarning, pop, skippable, stash, torch_private
 from pipework.testing import draw_key, reference_backward, reference_step
+from pipework.testing.comparison import on_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 STEPS: Final = 3
 CHUNKS: Final = 4
@@ -39,6 +41,8 @@ OVERWRITTEN: Final = (1 << 10, 1 << 12, 1 << 14, 1 << 16)  # numbers of elements
 
 
 CPU: Final = torch.device("cpu")
+
+_Computed: TypeAlias = tuple[Tensor, Tensor, Tensor]  # the loss, the output and the inputs of a step
 
 # From these values further cases are drawn.
 SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -81,13 +85,9 @@ class Case:
     delayed: str = "nothing"
 
     def __str__(self) -> str:
-        loss = "loss outside" if self.way == "outside" else f"{self.way}, loss inside"
-        pinned = " (pinned)" if self.pinned else ""
-        flags = [name for name in ("dropout", "skip", "autocast", "input_gradient") if getattr(self, name)]
-        return (
-            f"stages on {' '.join(map(str, self.devices))}, {loss}, checkpoint {self.checkpoint}, "
-            f"batch on {self.batch_on}{pinned}, with {', '.join(flags) or 'nothing else'}, delayed: {self.delayed}"
-        )
+        settings = {name: value for name, value in vars(self).items() if value and name not in ("devices", "batch_on")}
+        others = "".join(f", {name} {value}" for name, value in settings.items())
+        return f"stages on {' '.join(map(str, self.devices))}, batch on {self.batch_on}{others}"
 
 
 def first_cases(source: torch.device, destination: torch.device) -> list[Case]:
@@ -128,31 +128,8 @@ def further_cases(source: torch.device, destination: torch.device) -> Iterator[C
         yield replace(case, batch_on=CPU, pinned=True) if pins else case
 
 
-class LongKernels:
-    """Keeps streams busy; how long a kernel takes is measured once for each device."""
-
-    def __init__(self) -> None:
-        self._launches: dict[torch.device, Callable[[], None]] = {}
-        self._calls = 0
-
-    def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Measures the devices, on their current streams."""
-        for device in devices:
-            if device not in self._launches:
-                self._launches[device] = _long_kernel(device)
-
-    def __call__(self, device: torch.device) -> None:
-        """Keeps the current stream of a device busy; on the CPU, the thread."""
-        self._launches[device]()
-
-    def sometimes(self, device: torch.device) -> None:
-        """Every third time: neighbouring micro-batches then differ."""
-        self._calls += 1
-        if self._calls % 3 == 0:
-            self(device)
-
-
 def _long_kernel(device: torch.device) -> Callable[[], None]:
+    """What keeps the current stream of a device busy, with as many kernels as that takes; on the CPU, the thread."""
     if device.type == "cpu":
         return functools.partial(time.sleep, SECONDS)
     spin = torch_private.spinning(torch.get_device_module(device))  # leaves room for other kernels beside it
@@ -163,15 +140,13 @@ def _long_kernel(device: torch.device) -> Callable[[], None]:
             for _ in range(times):
                 torch.mm(matrix, matrix) if spin is None else spin(200_000)
 
-    def seconds(times: int) -> float:
+    for _ in range(2):  # the first time is longer than the others
         torch.accelerator.synchronize(device)
         start = time.perf_counter()
-        launch(times)
+        launch(20)
         torch.accelerator.synchronize(device)
-        return time.perf_counter() - start
-
-    seconds(1)
-    return functools.partial(launch, max(1, math.ceil(SECONDS * 20 / seconds(20))))
+        seconds = time.perf_counter() - start
+    return functools.partial(launch, max(1, math.ceil(SECONDS * 20 / seconds)))
 
 
 @skippable(stash=["skip"])
@@ -199,27 +174,13 @@ class Join(nn.Module):
         return x + skip.to(x.device)  # in the plain model it comes from another device
 
 
-def make_model(case: Case, seed: int, wait: Callable[[torch.device], None]) -> tuple[nn.Sequential, list[int]]:
-    """The layers of a case, on the CPU, and how many of them each stage has.
-
-    Args:
-        case: which.
-        seed: of the weights.
-        wait: if layers are delayed, called with their device, forward and backward.
-    """
-
-    def delay(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        wait(output.device)
-        if output.requires_grad:
-            output.register_hook(lambda gradient: wait(gradient.device))  # type: ignore[no-untyped-call]
-
+def make_model(case: Case, seed: int) -> tuple[nn.Sequential, list[int]]:
+    """The layers of a case, on the CPU, and how many of them each stage has."""
     torch.manual_seed(seed)
     drop = 0.25 if case.dropout else 0.0
-    layers: list[nn.Module] = []
-    for _ in range(3):
-        layers.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(drop)))
-        if case.delayed == "layers":
-            layers[-1].get_submodule("3").register_forward_hook(delay)
+    layers: list[nn.Module] = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(drop)) for _ in range(3)
+    ]
     layers = [*([Fork(), *layers, Join()] if case.skip else layers), nn.Linear(WIDTH, OUTPUTS)]
     stages = len(case.devices)
     return nn.Sequential(*layers), [len(layers) // stages + (stage < len(layers) % stages) for stage in range(stages)]
@@ -233,69 +194,103 @@ def make_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
 
 def train_plain(case: Case, seed: int) -> dict[str, Tensor]:
     """What the plain model computes, micro-batch by micro-batch; it moves values between devices itself."""
-    model, balance = make_model(case, seed, lambda device: None)
+    model, balance = make_model(case, seed)
     places = [device for device, count in zip(case.devices, balance, strict=True) for _ in range(count)]
     for layer, place in zip(model, places, strict=True):
         layer.to(place).register_forward_pre_hook(
             lambda module, inputs, place=place: tuple(value.to(place) for value in inputs)
         )
-    values: dict[str, Tensor] = {}
-    for step in range(STEPS):
-        inputs, targets = make_batch(seed, step)
-        x, y = inputs.to(case.batch_on).requires_grad_(case.input_gradient), targets.to(case.devices[-1])
-        torch.manual_seed(step)
-        key = draw_key()
-        with autocast(case):
-            if case.way == "outside":
-                computed = reference_backward(model, x, functools.partial(F.cross_entropy, target=y), CHUNKS, key)
-            else:
-                computed = reference_step(model, x, y, F.cross_entropy, CHUNKS, key)
-        values |= _computed(step, model, computed.loss, computed.output, x)
-        _update(model)
-    return values
+
+    def steps() -> Iterator[_Computed]:
+        for step in range(STEPS):
+            inputs, targets = make_batch(seed, step)
+            x, y = inputs.to(case.batch_on).requires_grad_(case.input_gradient), targets.to(case.devices[-1])
+            torch.manual_seed(step)
+            with autocast(case):
+                if case.way == "outside":
+                    loss_of = functools.partial(F.cross_entropy, target=y)
+                    found = reference_backward(model, x, loss_of, CHUNKS, draw_key())
+                else:
+                    found = reference_step(model, x, y, F.cross_entropy, CHUNKS, draw_key())
+            yield found.loss, found.output, x
+
+    return _trained(model, steps())
 
 
-def train_pipe(case: Case, seed: int, kernels: LongKernels) -> dict[str, Tensor]:
+def train_pipe(case: Case, seed: int) -> dict[str, Tensor]:
     """What a pipe computes, while streams are delayed, and inputs and freed memory overwritten."""
-    model, balance = make_model(case, seed, kernels.sometimes)
+    model, balance = make_model(case, seed)
     inside: dict[str, Any] = {} if case.way == "outside" else {"schedule": case.way, "loss_fn": F.cross_entropy}
-    accelerators = [device for device in {*case.devices, case.batch_on} if device.type != "cpu"]
+    wait = {device: _long_kernel(device) for device in {*case.devices, case.batch_on}}
+    accelerators = [device for device in wait if device.type != "cpu"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PipeWarning)  # a worker for each stage on one device is meant
         pipe = Pipe(model, CHUNKS, case.checkpoint, balance=balance, devices=case.devices, **inside)
+    calls = itertools.count(1)
+
+    def delay(tensor: Tensor) -> None:
+        if next(calls) % 3 == 0:  # neighbouring micro-batches then differ
+            wait[tensor.device]()
+
+    def delay_both(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        delay(output)
+        if output.requires_grad:
+            output.register_hook(delay)  # type: ignore[no-untyped-call]
+
+    for layer in pipe.modules():
+        if case.delayed == "layers" and isinstance(layer, nn.Dropout):
+            layer.register_forward_hook(delay_both)
     # They lie on the device already: a copy from pageable memory would make the host wait for what is delayed.
     batches = [[each.to(case.batch_on) for each in make_batch(seed, step)] for step in range(STEPS)]
     inputs, target = (torch.empty_like(each, pin_memory=case.pinned) for each in batches[0])
-    values: dict[str, Tensor] = {}
-    for step, batch in enumerate(batches):
-        for device in accelerators if case.delayed == "caller" else ():
-            for _ in range(BEFORE_A_CALL):
-                kernels(device)
-        if case.delayed == "copies":
-            for link in pipe._executor.engine_in_use().links.values():
+
+    def steps() -> Iterator[_Computed]:
+        for step, batch in enumerate(batches):
+            for device in accelerators if case.delayed == "caller" else ():
+                for _ in range(BEFORE_A_CALL):
+                    wait[device]()
+            for link in pipe._executor.engine_in_use().links.values() if case.delayed == "copies" else ():
                 for stream in [] if link is None else link.copy_streams:
                     with stream:
-                        kernels(stream.device)
-        inputs.copy_(batch[0])
-        target.copy_(batch[1])
-        x = inputs.detach().requires_grad_(case.input_gradient)
-        torch.manual_seed(step)
-        with autocast(case):
-            if inside:
-                loss, output = pipe(x, target=target, return_output=True)
-                _overwrite(case, inputs, target)
-            else:
-                output = pipe(x)
-                loss = F.cross_entropy(output, target.to(output.device))
-        loss.backward()
-        values |= _computed(step, pipe, loss, output, x)
-        _overwrite(case, inputs, target)
-        _update(pipe)
-        del loss, output, x
-        for device in accelerators:  # what the caller's streams allocate next is filled with NaN and freed again
-            held = [torch.full((size,), math.nan, device=device) for size in OVERWRITTEN for _ in range(4)]
-            del held
-    return values
+                        wait[stream.device]()
+            inputs.copy_(batch[0])
+            target.copy_(batch[1])
+            x = inputs.detach().requires_grad_(case.input_gradient)
+            torch.manual_seed(step)
+            with autocast(case):
+                if inside:
+                    loss, output = pipe(x, target=target, return_output=True)
+                    _overwrite(case, inputs, target)
+                else:
+                    output = pipe(x)
+                    loss = F.cross_entropy(output, target.to(output.device))
+            loss.backward()
+            yield loss, output, x
+            del loss, output, x
+            _overwrite(case, inputs, target)
+            for device in accelerators:  # what the caller's streams allocate next is filled with NaN and freed again
+                held = [torch.full((size,), math.nan, device=device) for size in OVERWRITTEN for _ in range(4)]
+                del held
+
+    return _trained(pipe, steps())
+
+
+def _trained(model: nn.Module, steps: Iterator[_Computed]) -> dict[str, Tensor]:
+    """Loss, output and gradients of all steps, on the CPU; copied on the caller's current streams.
+
+    After each step follows one of SGD, so that a step's error stays visible in all later ones.
+    """
+    values: dict[str, Tensor] = {}
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    for step, (loss, output, x) in enumerate(steps):
+        leaves = {**dict(model.named_parameters()), "the inputs": x}
+        gradients = {f"gradient of {name}": each.grad for name, each in leaves.items() if each.grad is not None}
+        found = {"loss": loss, "output": output, **gradients}
+        values |= {f"step {step}: {name}": value.detach().clone() for name, value in found.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss, output, x, leaves, gradients, found  # their memory is used again
+    return {name: on_host(value) for name, value in values.items()}
 
 
 @contextlib.contextmanager
@@ -316,20 +311,3 @@ def _overwrite(case: Case, inputs: Tensor, target: Tensor) -> None:
     with torch.no_grad():
         inputs.fill_(math.nan)
         target.fill_(math.nan)
-
-
-def _computed(step: int, model: nn.Module, loss: Tensor, output: Tensor, x: Tensor) -> dict[str, Tensor]:
-    """Copies of all results of a step, made on the caller's current streams."""
-    leaves = {**dict(model.named_parameters()), **({"the inputs": x} if x.requires_grad else {})}
-    gradients = {f"gradient of {name}": each.grad for name, each in leaves.items() if each.grad is not None}
-    values = {"loss": loss, "output": output, **gradients}
-    return {f"step {step}: {name}": value.detach().clone() for name, value in values.items()}
-
-
-def _update(model: nn.Module) -> None:
-    """A step of SGD, so that a step's error stays visible in all later ones."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=RATE)
-                parameter.grad = None

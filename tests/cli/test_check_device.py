@@ -110,7 +110,7 @@ def test_a_terminal_is_shown_what_is_checked(monkeypatch: pytest.MonkeyPatch) ->
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(check_device.sys, "stderr", terminal)
     assert main(["check-device", "--devices", "cpu", "--seconds", "0"]) == 0
-    assert "cpu: stages on cpu, loss outside" in terminal.getvalue()
+    assert "cpu: stages on cpu, batch on cpu, way outside" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 
