@@ -88,7 +88,7 @@ def test_the_local_search_seldom_misses_the_best_cut() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "other"])
 @given(st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_several_cuts_are_different_and_in_order(kind: str, data: st.DataObject) -> None:
     problem = data.draw(problems(kind))
     first, *others = best_cuts(problem, count=4)

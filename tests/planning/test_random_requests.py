@@ -29,7 +29,7 @@ REFUSALS = re.compile(
     r"no plan fits: .* it fits with|there are \d devices and|chunks is \d+, and|"
     r"have several stages for each worker"
 )
-IN_TIER = 4  # groups of seeds
+IN_TIER = 2  # groups of seeds
 SEEDS = 20  # of a group
 THOROUGH = 8
 GROUPS = [

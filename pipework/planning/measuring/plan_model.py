@@ -13,7 +13,7 @@ import time
 import warnings
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -238,19 +238,6 @@ def plan_that_fits(
 # ---- which plan is fastest -------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Tried:
-    """A plan, the seconds of its steps, and what its actions took in the last ones."""
-
-    plan: Plan
-    seconds: list[float] = field(default_factory=list)
-    costs: Costs | None = None
-
-    @property
-    def median(self) -> float:
-        return median(self.seconds)
-
-
 def by_speed(
     plans: Sequence[Plan], module: nn.Sequential, batch: SampleBatch, timeout: float, report: Callable[[str], None]
 ) -> list[tuple[Plan, Costs | None]]:
@@ -271,25 +258,28 @@ def by_speed(
     """
     if batch.target is None:
         return [(plans[0], None)]  # the caller computes the loss, and this does not know how
-    tried = [_Tried(plan) for plan in plans]
+    steps: dict[int, list[float]] = {number: [] for number in range(len(plans))}
+    costs: dict[int, Costs] = {}
     report(f"steps of {counted(len(plans), 'plan')} are tried")
     for _ in range(_TURNS):
-        for each in list(tried):
+        for number in list(steps):
+            plan = plans[number]
             try:
-                seconds, each.costs = run_steps(each.plan, module, batch, timeout * len(each.plan.balance) / _TURNS)
-                each.seconds += seconds
+                seconds, costs[number] = run_steps(plan, module, batch, timeout * len(plan.balance) / _TURNS)
+                steps[number] += seconds
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                tried.remove(each)
-    if not tried:
+                del steps[number]
+    if not steps:
         report("no memory for steps of the plan beside the model: its stages are measured one by one")
         return [(plans[0], None)]
-    for each in tried:
-        name = f"{each.plan.schedule.name}, {counted(each.plan.chunks, 'micro-batch')}"
-        report(f"{name}: {each.median:.3g} s, median of {counted(len(each.seconds), 'step')}")
-    tried.sort(key=lambda each: each.median * (_CLEARLY if each.plan is plans[0] else 1))
-    return [(each.plan, _scaled(each)) for each in tried]
+    medians = {number: median(each) for number, each in steps.items()}
+    for number, step in medians.items():
+        name = f"{plans[number].schedule.name}, {counted(plans[number].chunks, 'micro-batch')}"
+        report(f"{name}: {step:.3g} s, median of {counted(len(steps[number]), 'step')}")
+    fastest = sorted(medians, key=lambda number: medians[number] * (1 if number else _CLEARLY))
+    return [(plans[number], _scaled(costs[number], plans[number], medians[number])) for number in fastest]
 
 
 def run_steps(plan: Plan, module: nn.Sequential, batch: SampleBatch, seconds: float) -> tuple[list[float], Costs]:
@@ -328,15 +318,14 @@ def run_steps(plan: Plan, module: nn.Sequential, batch: SampleBatch, seconds: fl
     return times, recording.costs()
 
 
-def _scaled(tried: _Tried) -> Costs:
+def _scaled(costs: Costs, plan: Plan, step: float) -> Costs:
     """What actions take, so that the simulated step takes as long as the median of the steps.
 
     The medians of actions alone give less, by 3 to 8 % with operators of some microseconds: if one action takes longer
     than its median, others wait for it; and a step begins before its first action, and ends after its last.
     """
-    assert tried.costs is not None
-    costs = replace(tried.costs, skip_transfer=tried.plan.costs.skip_transfer)
-    factor = tried.median / (measure(tried.plan.schedule, costs).makespan or tried.median)
+    costs = replace(costs, skip_transfer=plan.costs.skip_transfer)
+    factor = step / (measure(plan.schedule, costs).makespan or step)
     times: dict[str, Any] = {}
     for name in _TIMES:
         value = getattr(costs, name)

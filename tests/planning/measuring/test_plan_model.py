@@ -22,9 +22,10 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_planned_pipe_trains_bit_by_bit_like_the_model() -> None:
+def test_what_a_plan_says_was_measured_and_its_pipe_trains_bit_by_bit_like_the_model() -> None:
+    lines: list[str] = []
     module, plain = layers(), layers()
-    found = plan(module, X, **OPTIONS)
+    found = plan(module, X, **OPTIONS, progress=lines.append)
     pipe = Pipe(module, plan=found, loss_fn=F.mse_loss)
     torch.manual_seed(3)
     loss = pipe(X, target=Y)
@@ -33,18 +34,12 @@ def test_a_planned_pipe_trains_bit_by_bit_like_the_model() -> None:
     expected = reference_step(plain, X, Y, F.mse_loss, found.chunks, draw_key())
     assert torch.equal(loss, expected.loss)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
-
-
-def test_what_a_plan_says_was_measured_for_its_stages() -> None:
-    lines: list[str] = []
-    module = layers()
-    found = plan(module, X, **OPTIONS, progress=lines.append)
     assert any("micro-batches of" in line for line in lines)
     assert any(line.endswith(" steps") and "median of" in line for line in lines)
     # Schedules with a name were not measured so: the plan's own time by the profile is there to compare them with.
     assert found.profile_seconds is not None
     assert f"; by the profile, this plan takes {time_text(found.profile_seconds, 's')}" in str(found)
-    predicted = Pipe(module, plan=found, loss_fn=F.mse_loss).predict(X, target=Y, timeout=0, optimizer=2.0)
+    predicted = pipe.predict(X, target=Y, timeout=0, optimizer=2.0)
     fixed = [0.0] * found.schedule.workers
     for stage, worker in zip(predicted.stages, found.schedule.placement, strict=True):
         fixed[worker] += stage.total - stage.activations
