@@ -103,7 +103,7 @@ class Part(nn.Module):
     def initialiser_of(
         self, module: nn.Module, own: Callable[[], object] | None, seed: int
     ) -> Callable[[], object] | None:
-        """What fills a module that was built on the meta device; see `materialize_layers`.
+        """What fills a module that was built on the meta device; see `materialize_partitions`.
 
         Args:
             module: of this part.
