@@ -40,15 +40,6 @@ def test_memory_is_freed_and_every_use_is_refused() -> None:
             copied(model)
 
 
-def test_what_another_process_trains_has_no_gradient_left() -> None:
-    shared, layer = nn.Linear(2, 2), nn.Linear(2, 2)
-    layer(shared(torch.ones(1, 2))).sum().backward()
-    weight = layer.weight
-    release_layers([("1", layer, "rank 1")], [shared])
-    assert weight.grad is None
-    assert shared.weight.grad is not None
-
-
 def test_what_is_shared_with_own_layers_stays() -> None:
     shared = nn.Linear(3, 3)
     model = nn.Sequential(nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Linear(3, 3), shared))

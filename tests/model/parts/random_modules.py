@@ -287,21 +287,17 @@ class RandomModule(nn.Module):
 
     def run_glue(self, values: Any, mask: Any, kind: str, one: int, other: int) -> Any:
         x = values[one]
-        if kind == "residual":
-            return [x + values[other]]
-        if kind == "scale":
-            return [x * self.scale]
-        if kind == "dropout":
-            return [functional.dropout(x, 0.3, self.training)]
-        if kind == "cat":
-            return [torch.cat([x, values[other]], 1)[:, 1 : WIDTH + 1]]
-        if kind == "in_place":
-            y = x.clone() if one % 2 else x + 0
-            y *= 0.5
-            return [y]
-        if kind == "detach":
-            return [x.detach()]
-        return [functional.linear(x, self.stem.weight) if kind == "tied" else x + self.offsets]
+        ways = {
+            "residual": lambda: x + values[other],
+            "scale": lambda: x * self.scale,
+            "dropout": lambda: functional.dropout(x, 0.3, self.training),
+            "cat": lambda: torch.cat([x, values[other]], 1)[:, 1 : WIDTH + 1],
+            "in_place": lambda: (x.clone() if one % 2 else x + 0).mul_(0.5),
+            "detach": x.detach,
+            "tied": lambda: functional.linear(x, self.stem.weight),
+            "offset": lambda: x + self.offsets,
+        }
+        return [ways[kind]()]
 
 
 @dataclass

@@ -13,6 +13,7 @@ from pipework.model.parts.cut import Cuttable
 from pipework.model.parts.trace import CannotCut
 from tests.model.parts.harness import assert_same, attached, loss_in, micro_batches, plain_step
 from tests.model.parts.models import WIDTH, Block, ResNet, batch_of, loss_of
+from tests.tiers import sampled
 
 X = torch.randn(2, WIDTH)
 
@@ -98,19 +99,14 @@ class Mixed(nn.Module):
         return loss_of(self.head(x if torch.is_autocast_enabled("cpu") else x.float()), labels)
 
 
-SETTINGS = [
-    {"checkpoint": "always"},
-    {"schedule": "zb-h1"},
-    pytest.param({"checkpoint": "never"}, marks=pytest.mark.slow),
-    pytest.param({"schedule": "zb-v"}, marks=pytest.mark.slow),
-]
+SETTINGS = [{"checkpoint": "always"}, {"checkpoint": "never"}, {"schedule": "zb-h1"}, {"schedule": "zb-v"}]
 
 
-@pytest.mark.parametrize("options", SETTINGS, ids=str)
-@pytest.mark.parametrize("at_call", [False, True])
-@pytest.mark.parametrize("at_attach", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
-def test_it_is_that_of_the_model_itself(inside: bool, at_attach: bool, at_call: bool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("inside", "at_call", "at_attach", "options"),
+    sampled([False, True], [False, True], [False, True], SETTINGS, each=2),
+)
+def test_it_is_that_of_the_model_itself(inside: bool, at_call: bool, at_attach: bool, options: dict[str, Any]) -> None:
     model, batch = Mixed(inside), batch_of(Mixed)
     plain, pieces = copy.deepcopy(model), micro_batches(batch, 4)
     balance = [1, 2, 2, 1] if options.get("schedule") == "zb-v" else [3, 3]
