@@ -21,7 +21,7 @@ from pipework.distributed.peer_group import PeerGroup
 from pipework.distributed.rendezvous import RendezvousSpec
 from pipework.distributed.shared_tensors import SharedTensors, refuse_foreign_meshes, refuse_other_shards
 from pipework.distributed.step_calls import Delivered, StepCalls
-from pipework.distributed.transport.groups import begin_gather
+from pipework.distributed.transport.groups import all_gather
 from pipework.distributed.transport.rank_transport import RankTransport
 from pipework.fsdp_private import fsdp_modules
 from pipework.model.release import release_layers
@@ -240,8 +240,9 @@ class DistributedBackend(PeerGroup):
         local = self._tensors.local
         if layers is not None:  # which take the norm of a DTensor together
             every = [each for part in stages.values() for each in part if id(each) not in local or is_dtensor(each)]
-            flags = [int(each.grad is not None) for each in every]
-            self._tensors.refuse_some_missing(every, self.on_worker(lambda: begin_gather(layers, flags)()))
+            flags = bytes([each.grad is not None for each in every])
+            rows = self.on_worker(lambda: all_gather(layers, flags))
+            self._tensors.refuse_some_missing(every, torch.tensor(list(map(list, rows))))
         mine = norms_of_stages(stages, {*elsewhere, *local}, norm_type)
         norms = [json.loads(text) for text in self._gather_compared("control", json.dumps(mine))]
         if self._tensors.any_are_local:

@@ -119,6 +119,7 @@ def test_the_ranks_of_a_layer_group_agree(mesh: Mesh) -> None:
         "rank 3 was given other targets than rank 2 in call 1 of the pipe": lambda pipe: pipe(x, target=data(place)[1]),
         "rows is|was given other targets": lambda pipe: pipe(*data(7, 8 + place)[:1], target=data(7, 8 + place)[1]),
         "grad is|training is": other_calls,
+        "'clip_grad_norm_'": lambda pipe: pipe(x, target=y) if place else pipe.clip_grad_norm_(1.0),
         "trained": lambda pipe: [pipe[-1].norm.requires_grad_(place == 0), pipe(x, target=y)],  # type: ignore[operator]
     }
     for words, call in calls.items():
