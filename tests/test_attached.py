@@ -77,7 +77,11 @@ def plan_of(kind: type[nn.Module], **options: Any) -> Plan:
     )
 
 
-@pytest.mark.parametrize("kind", [UNet, Vision, EncoderDecoder], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [UNet, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in (Vision, EncoderDecoder))],
+    ids=lambda kind: kind.__name__,
+)
 def test_a_plan_of_the_units(kind: type[nn.Module]) -> None:
     assert_exact(kind(), batch_of(kind), chunks=1, plan=plan_of(kind))
 
@@ -91,6 +95,7 @@ def test_a_plan_that_was_saved_decides(tmp_path: Path) -> None:
     assert pipe.schedule().orders == made.schedule.orders
 
 
+@pytest.mark.thorough
 def test_plans_that_are_refused() -> None:
     of_other = plan_of(Vision, devices=["cpu"])
     wrong: list[tuple[dict[str, Any], str]] = [

@@ -64,10 +64,16 @@ def same_logs(trainers: Sequence[Any], tolerance: float) -> None:
         pytest.param(
             {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "num_train_epochs": 1}, id="accumulation"
         ),
-        pytest.param({"max_grad_norm": 0.0, "optim": "adafactor"}, id="no_clipping", marks=pytest.mark.thorough),
-        pytest.param({"per_device_train_batch_size": 3}, id="fewer_rows_than_chunks", marks=pytest.mark.thorough),
-        pytest.param({"dataloader_drop_last": True}, id="drop_last", marks=pytest.mark.thorough),
-        pytest.param({"bf16": True}, id="bf16", marks=pytest.mark.thorough),
+        pytest.param(
+            {"max_grad_norm": 0.0, "optim": "adafactor", "dataloader_drop_last": True},
+            id="no_clipping_and_drop_last",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            {"per_device_train_batch_size": 3, "bf16": True},
+            id="fewer_rows_than_chunks_and_bf16",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_training_is_that_of_the_micro_batches_to_the_last_bit(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -105,8 +111,9 @@ def test_evaluation_metrics_and_predictions(tmp_path: Path) -> None:
     assert (predictions.label_ids == wanted.label_ids).all()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(
+    "adapters", [pytest.param(False, marks=pytest.mark.thorough), pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_a_checkpoint_resumes_to_the_last_bit_also_without_a_pipe(tmp_path: Path, adapters: bool) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     wrapped: Callable[[Any], Any] = with_adapters if adapters else lambda model: model
@@ -195,10 +202,11 @@ def same_files(one: Path, other: Path) -> None:
         same_values(*(torch.load(each / name) for each in (one, other)))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(
+    "adapters", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.thorough)]
+)
 def test_each_trainer_goes_on_where_the_other_one_has_stopped(tmp_path: Path, adapters: bool) -> None:
-    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "weight_decay": 0.1}
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 4, "weight_decay": 0.1}
     wrapped: Callable[[Any], Any] = with_adapters if adapters else lambda model: model
     makers: dict[str, Callable[[Path], Any]] = {
         "plain": lambda folder: trainer_of(folder, wrapped(llama()), micro_batched=True, **options),
@@ -207,7 +215,7 @@ def test_each_trainer_goes_on_where_the_other_one_has_stopped(tmp_path: Path, ad
     whole = {name: make(tmp_path / name) for name, make in makers.items()}
     for trainer in whole.values():
         trainer.train()
-    assert len(logged(whole["plain"])) == 8
+    assert len(logged(whole["plain"])) == 6
     assert logged(whole["plain"]) == logged(whole["pipe"])
     same_files(*(tmp_path / name / "checkpoint-4" for name in makers))
     for first, then in (("plain", "pipe"), ("pipe", "plain")):

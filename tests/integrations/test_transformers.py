@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ from tests.integrations.comparing import (
 # PEFT asks transformers by an older name.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing. is deprecated:FutureWarning")
 
-QUICK = {"Llama", "Mixtral"}
-EACH = [
-    pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough, id=name.replace(" ", "_"))
-    for name in ARCHITECTURES
-]
+
+def cases(*thorough: str, others: Iterable[str] = ()) -> list[Any]:
+    """Architectures: `make test` trains a Llama, CI those that are named here, and the others are slow."""
+    marked = [("Llama", ()), *((name, pytest.mark.thorough) for name in thorough)]
+    marked += [(name, pytest.mark.slow) for name in others if name not in ("Llama", *thorough)]
+    return [pytest.param(name, marks=marks, id=name.replace(" ", "_")) for name, marks in marked]
 
 
 def sample_of(batch: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +50,9 @@ def attached(model: nn.Module, batch: dict[str, Any], schedule: str = "1f1b", st
     return attach(model, sample, chunks=4, schedule=schedule, **options)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize(
+    "name", cases("Llama, tied", "Mixtral", "T5", "Llava", "Llama with LoRA", others=ARCHITECTURES)
+)
 def test_a_step_is_that_of_the_model_itself(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model, batch = without_randomness(architecture.make()).train(), architecture.batch()
@@ -80,7 +84,7 @@ def of_several_units(model: nn.Module, layers: nn.Sequential) -> set[str]:
     return {name for name, parameter in model.named_parameters() if uses.count(id(parameter)) > 1}
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", cases("Llama, tied", "GPT-2", "T5", "Llama with LoRA", others=ARCHITECTURES))
 def test_with_dropout_it_is_the_sequential_of_parts_for_each_cut(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model, batch = architecture.make().train(), architecture.batch()
@@ -167,7 +171,7 @@ def test_without_labels_the_model_gives_its_logits_and_does_not_train() -> None:
     assert cache.get_seq_length() == batch["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mixtral", "ViT"])
+@pytest.mark.parametrize("name", cases("Mixtral", "ViT"))
 def test_a_number_of_items_counts_as_without_a_pipe(name: str) -> None:
     """Trainers give it, for all mini-batches of a step of the optimizer; a micro-batch divides by its share."""
     architecture = ARCHITECTURES[name]
@@ -250,6 +254,7 @@ def test_a_loss_that_is_a_sum_over_rows_is_refused() -> None:
         attach(model, batch, devices=["cpu"])
 
 
+@pytest.mark.thorough
 def test_losses_of_routers_are_those_of_micro_batches() -> None:
     """They are about the balance within what a router sees, and so another number for each cut of a mini-batch."""
     model, batch = without_randomness(ARCHITECTURES["Mixtral"].make()).eval(), text()
@@ -268,6 +273,7 @@ def test_losses_of_routers_are_those_of_micro_batches() -> None:
         attached(other, batch, loss_weight=len)
 
 
+@pytest.mark.thorough
 def test_a_contrastive_loss_is_refused() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     text_config = {**sizes, "vocab_size": 99, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 98}

@@ -146,9 +146,8 @@ def from_any_to_any(mesh: Mesh, folder: str, sources: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     "sources",
     [
-        ["fsdp and tensor"],
-        *(pytest.param([each], marks=pytest.mark.thorough) for each in ("zero-1", "tensor", "fsdp", "one process")),
-        *(pytest.param([each], marks=pytest.mark.slow) for each in ("replicas", "four stages")),
+        *(pytest.param([each], marks=pytest.mark.thorough) for each in ("fsdp and tensor", "zero-1", "one process")),
+        *(pytest.param([each], marks=pytest.mark.slow) for each in ("tensor", "fsdp", "replicas", "four stages")),
     ],
 )
 def test_from_any_mesh_to_any(on_ranks: Run, tmp_path: Path, sources: list[str]) -> None:

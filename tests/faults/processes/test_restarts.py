@@ -48,6 +48,7 @@ def check_restart(launch: Callable[..., Launch], undisturbed: dict[str, torch.Te
     assert all(torch.equal(found[name], undisturbed[name]) for name in found)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_two_restarts(launch: Callable[..., Launch], undisturbed: dict[str, torch.Tensor]) -> None:
     faults = [
