@@ -62,6 +62,10 @@ def test_of_a_model(call: Any, options: dict[str, Any], error: type[Exception], 
     [
         ({"rows": 4}, TypeError, "rows is 4: wanted a sequence"),
         ({"rows": [4.0]}, ValueError, "rows has 4.0"),
+        ({"rows": [0]}, ValueError, "rows has 0: wanted sizes of micro-batches from 1 to 16"),
+        ({"rows": []}, ValueError, "rows is empty"),
+        ({"rates": {}, "devices": None}, ValueError, "rates is empty"),
+        ({"rates": {"a": None}}, ValueError, "give either devices=, which are measured, or rates="),
         ({"rates": Rates(1.0, 1.0), "workers": 0, "devices": None}, ValueError, "workers is 0"),
         ({"rates": Rates(1.0, 1.0), "workers": 2.0, "devices": None}, TypeError, "workers is 2.0, a float"),
     ],
@@ -130,10 +134,3 @@ def test_of_models_and_devices(
 def test_too_few_layers_for_a_schedule() -> None:
     with pytest.raises(ValueError, match=r"schedules 'zb-v' have several .* 1 layer for 1 device do not allow"):
         plan(made([1.0]), devices=["device"], schedules=["zb-v"], iterations=5)
-
-
-@pytest.mark.parametrize(
-    ("name", "known"), [("1F1B", "1f1b"), ("fill-drain", "gpipe"), ("ScheduleZBVZeroBubble", "zb-v")]
-)
-def test_other_names_of_schedules(name: str, known: str) -> None:
-    assert plan(PROFILE, devices=["device"] * 2, schedules=[name], iterations=5).schedule.name == known

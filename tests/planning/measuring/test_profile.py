@@ -121,20 +121,6 @@ def test_sizes_are_chosen_from_one_micro_batch_for_each_worker_to_many() -> None
     assert not found.loss_inside
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"rows": [0]}, ValueError, "rows has 0: wanted sizes of micro-batches from 1 to 16"),
-        ({"rows": []}, ValueError, "rows is empty"),
-        ({"rates": {}, "devices": None}, ValueError, "rates is empty"),
-        ({"rates": {"a": None}}, ValueError, "give either devices=, which are measured, or rates="),
-    ],
-)
-def test_nonsense_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        measured(**options)
-
-
 class InACycle(nn.Module):
     """Leaves its output in a cycle of objects, which Python frees some time later: here, in the next forward."""
 
