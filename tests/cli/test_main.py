@@ -53,16 +53,3 @@ def test_as_a_module():
     failed = python("draw", "gpipe", "--workers", "0", "--chunks", "2")
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr.count("\n") == 1
-
-
-def test_draw_needs_no_torch(tmp_path):
-    code = (
-        "import sys; sys.modules['torch'] = None\n"  # any import of torch raises
-        "from pipework.cli import main\n"
-        "sys.exit(main(['draw', 'gpipe', '--workers', '2', '--chunks', '2', '--out', sys.argv[1]]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "x.svg")], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "x.svg").read_text(encoding="utf-8").startswith("<svg")

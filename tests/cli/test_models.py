@@ -109,22 +109,23 @@ def test_mistakes_are_one_line_and_nothing_is_written(tmp_path, monkeypatch, cap
     assert set(tmp_path.iterdir()) == before
 
 
-def test_it_needs_no_torch(profile):
+def test_these_commands_need_no_torch(tmp_path, profile):
+    svg, suffix = tmp_path / "x.svg", ["convert", str(tmp_path), str(tmp_path / "model.pt")]
     code = (
         "import sys; sys.modules['torch'] = None\n"  # any import of torch raises
         "from pipework.cli import main\n"
-        f"sys.exit(main(['plan', {profile!r}, '--workers', '2', '--iterations', '5', '--quiet']))"
+        f"assert main(['plan', {profile!r}, '--workers', '2', '--iterations', '5', '--quiet']) == 0\n"
+        f"assert main(['draw', 'gpipe', '--workers', '2', '--chunks', '2', '--out', {str(svg)!r}]) == 0\n"
+        f"sys.exit(main({suffix!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("plan: 6 layers on 2 workers, ")
-
-
-def test_convert_refuses_another_suffix_before_torch_is_imported(tmp_path, capsys):
-    code = "import sys; sys.modules['torch'] = None\nfrom pipework.cli import main\nsys.exit(main(sys.argv[1:]))"
-    words = ["convert", str(tmp_path), str(tmp_path / "model.pt")]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
+    assert svg.read_text(encoding="utf-8").startswith("<svg")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
     assert "model.pt: wanted a name that ends in .safetensors" in done.stderr
-    assert main(["convert", str(tmp_path), str(tmp_path / "model.safetensors")]) == 2  # there is no checkpoint
+
+
+def test_convert_needs_a_checkpoint(tmp_path, capsys):
+    assert main(["convert", str(tmp_path), str(tmp_path / "model.safetensors")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
