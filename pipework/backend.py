@@ -256,7 +256,7 @@ class Backend:
     # ---- a run of the workers ---------------------------------------------------------------------------------------
 
     @property
-    def starting(self) -> Callable[[Action], None] | None:
+    def before_action(self) -> Callable[[Action], None] | None:
         """Called before each action of this process's workers; None: nothing is to be called."""
         return None
 

@@ -112,15 +112,16 @@ def install() -> None:
                 logging.getLogger("pipework").warning("an injected fault strikes: %s", fault)
                 fault.strike()
 
-    begin, starting, share = DistributedBackend.begin, DistributedBackend._starting, DistributedBackend._gather_compared
+    begin, share = DistributedBackend.begin, DistributedBackend._gather_compared
+    before_action = DistributedBackend._before_action
 
     def counted(self: DistributedBackend, call: Any, *given: Any) -> Any:
         nonlocal step
         step += call.training and call.grad
         return begin(self, call, *given)
 
-    def started(self: DistributedBackend, action: Any) -> None:
-        starting(self, action)
+    def struck(self: DistributedBackend, action: Any) -> None:
+        before_action(self, action)
         strike(action.kind, action.stage, action.micro_batch)
 
     def shared(self: DistributedBackend, name: str, text: str) -> list[str]:
@@ -129,6 +130,6 @@ def install() -> None:
         return share(self, name, text)
 
     DistributedBackend.begin = counted  # type: ignore[method-assign]
-    DistributedBackend._starting = started  # type: ignore[method-assign]
+    DistributedBackend._before_action = struck  # type: ignore[method-assign]
     DistributedBackend._gather_compared = shared  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(lambda *_: strike("optimizer"))

@@ -276,11 +276,11 @@ class DistributedBackend(PeerGroup):
         return RankTransport(spec, self)
 
     @property
-    def starting(self) -> Callable[[Action], None]:
-        """See `Backend.starting`."""
-        return self._starting
+    def before_action(self) -> Callable[[Action], None]:
+        """See `Backend.before_action`."""
+        return self._before_action
 
-    def _starting(self, action: Action) -> None:
+    def _before_action(self, action: Action) -> None:
         progress = self.monitor.progress
         progress.action = action
         progress.count += 1

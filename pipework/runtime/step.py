@@ -183,7 +183,7 @@ class Step:
         shared = None if self._options.everywhere else 0
         stages = len(self._engine.placement)
         awaited = [("F", stages)] if self._options.everywhere or self._engine.has(stages) else []
-        received = self._run(self._program.forwards, [("F", 0, inputs)], awaited, begins=True, shared_results=shared)
+        received = self._run(self._program.forwards, [("F", 0, inputs)], awaited, is_first=True, shared_results=shared)
         return received[0] if received else []
 
     def backward(self, gradients: Sequence[tuple[Tensor | None, ...]], *, retain_graph: bool) -> list[Message]:
@@ -208,7 +208,7 @@ class Step:
         sent = [("B", len(self._engine.placement) - 1, [(tensors, None) for tensors in gradients])]
         with generators_given_up(), self._engine.backend.calling("backward"):
             self._engine.workers.refuse_own_thread()
-            received = self._run(self._program.others, sent, self._returned, begins=False, retain_graph=retain_graph)
+            received = self._run(self._program.others, sent, self._returned, is_first=False, retain_graph=retain_graph)
         return received[0] if received else []
 
     def run(self, inputs: Sequence[Message], targets: Sequence[Message]) -> tuple[list[Message], list[Message]]:
@@ -227,9 +227,9 @@ class Step:
         sent = [("F", 0, inputs), ("target", stages - 1, targets)]
         shared = None if self._options.everywhere else 1
         if not self._context.grad:
-            return self._run(self._program.forwards, sent, [("F", stages)], begins=True, shared_results=shared)[0], []
+            return self._run(self._program.forwards, sent, [("F", stages)], is_first=True, shared_results=shared)[0], []
         awaited = [("F", stages), *self._returned]
-        outputs, *returned = self._run(self._program.whole, sent, awaited, begins=True, shared_results=shared)
+        outputs, *returned = self._run(self._program.whole, sent, awaited, is_first=True, shared_results=shared)
         return outputs, returned[0] if returned else []
 
     def take_gradients(self, stage: int, *, keep: bool = False) -> list[Tensor | None]:
@@ -253,7 +253,7 @@ class Step:
         sent: Sequence[tuple[str, int, Sequence[Any]]],
         awaited: Sequence[tuple[str, int]],
         *,
-        begins: bool,
+        is_first: bool,
         retain_graph: bool = False,
         shared_results: int | None = 0,
     ) -> list[list[Message]]:
@@ -263,7 +263,7 @@ class Step:
             orders: the actions of each worker.
             sent: to which kind of action and which stage something is sent, and what for each micro-batch.
             awaited: what comes out, addressed as if to an action of that kind and stage.
-            begins: this is the mini-batch's first run, in which layers go forward.
+            is_first: this is the mini-batch's first run, in which layers go forward.
             retain_graph: whether the graphs are needed once more.
             shared_results: see `RunSpec`.
 
@@ -296,14 +296,14 @@ class Step:
         )
         failure = Failure(transport.stop)
         engine.backend.during(failure)
-        in_context = begins and not self._context.is_usual
+        in_context = is_first and not self._context.is_usual
         workers = self._workers(orders, transport, one_thread, retain_graph=retain_graph, in_context=in_context)
         of_threads = [([worker], worker.order) for worker in workers]
         if one_thread and len(workers) > 1:
             of_threads = [(workers, self._program.launch_order(orders))]
         settings = [each for each in (self._context if in_context else None, modes) if each]
         entering = [each.entered for each in settings]
-        threads = [ThreadRun(*each, failure, entering, engine.backend.starting) for each in of_threads]
+        threads = [ThreadRun(*each, failure, entering, engine.backend.before_action) for each in of_threads]
         # A context can be entered once at a time only, and each worker needs the caller's variables: copies.
         elsewhere = self._variables if threading.get_ident() != self._thread else None
         variables = contextvars.copy_context() if elsewhere is None else elsewhere
@@ -341,9 +341,9 @@ class Step:
         if failure.happened:
             note_memory(failure.error, failure.action, list(engine.stages.values()), list(self._runs.values()))
         transport.close()
-        if begins:
+        if is_first:
             self._versions.report()
-        if not (begins and self._loss is None) and not retain_graph:
+        if not (is_first and self._loss is None) and not retain_graph:
             self._versions.forget()
             self._variables = None
         if failure.happened:
@@ -353,7 +353,7 @@ class Step:
             failure.explain(engine.backend.explained)
             failure.raise_first()
         if recorder is not None:
-            if begins:  # not before: a mini-batch that failed is no measurement
+            if is_first:  # not before: a mini-batch that failed is no measurement
                 recorder.begin(self._options.number, self._program.schedule, loss_outside=self._loss is None)
             intervals = [interval for worker in workers for interval in worker.recorded()]
             recorder.add(self._options.number, engine.backend.all_intervals(intervals))

@@ -33,8 +33,8 @@ def run_actions(
     actions: Iterable[Action],
     handlers: Mapping[tuple[str, int], Callable[[Action], None]],
     failure: Failure,
-    finished: Callable[[Action], None] | None = None,
-    starting: Sequence[Callable[[Action], None]] = (),
+    after_action: Callable[[Action], None] | None = None,
+    before_action: Sequence[Callable[[Action], None]] = (),
 ) -> None:
     """Executes actions in order. Never raises: the first exception of all workers is kept in `failure`.
 
@@ -42,19 +42,19 @@ def run_actions(
         actions: in the order of execution.
         handlers: by (kind, stage), the function that executes an action; it waits for the values that it needs.
         failure: shared by all workers of a run; a worker stops before its next action when another has failed.
-        finished: called after each action, if given.
-        starting: called before each action.
+        after_action: called after each action, if given.
+        before_action: called before each action.
     """
     action = None
     try:
         for action in actions:
             if failure.happened:
                 return
-            for prepare in starting:
-                prepare(action)
+            for call in before_action:
+                call(action)
             handlers[action[0], action[1]](action)  # kind and stage: by their places it is faster
-            if finished is not None:
-                finished(action)
+            if after_action is not None:
+                after_action(action)
     except Stopped:
         return
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: without them the caller would wait forever
@@ -109,10 +109,15 @@ class WorkerRun:
         self._marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] = []
         self.finish = endpoint.finish
         self.handlers: dict[tuple[str, int], Callable[[Action], None]] = {}
-        started = self._mark_start if recorded else None
+        mark = self._mark_start if recorded else None
         for stage, run in runs.items():
             handlers = run.connect(
-                endpoint, stream=stream, hold=hold, started=started, retain_graph=retain_graph, in_context=in_context
+                endpoint,
+                stream=stream,
+                hold=hold,
+                before_computing=mark,
+                retain_graph=retain_graph,
+                in_context=in_context,
             )
             self.handlers |= {(kind, stage): handle for kind, handle in {**handlers, **endpoint.handlers}.items()}
 
@@ -159,7 +164,7 @@ class ThreadRun:
         order: the actions.
         failure: of the run; it keeps the first exception.
         entering: the caller's settings and modes: functions that return a context each, in which the actions run.
-        starting: called before each action; None: nothing is.
+        before_action: called before each action; None: nothing is.
     """
 
     def __init__(
@@ -168,16 +173,16 @@ class ThreadRun:
         order: Sequence[Action],
         failure: Failure,
         entering: Sequence[Callable[[], AbstractContextManager[None]]] = (),
-        starting: Callable[[Action], None] | None = None,
+        before_action: Callable[[Action], None] | None = None,
     ) -> None:
         self._workers = workers
         self._order = order
         self._failure = failure
         self._entering = entering
-        self._starting = [] if starting is None else [starting]
+        self._before_action = [] if before_action is None else [before_action]
         self._by_stage = {stage: worker for worker in workers for stage in worker.runs}
         if len(workers) > 1 and any(worker.device.stream is not None for worker in workers):
-            self._starting.append(self._enter_device)
+            self._before_action.append(self._enter_device)
 
     def __call__(self) -> None:
         """Executes the actions; the failure keeps an exception."""
@@ -198,11 +203,11 @@ class ThreadRun:
         workers[0].device.enter_thread()
         for worker in workers:
             worker.start_clock()
-        finished = self._finished if workers[0].is_recorded else None
+        after_action = self._after_action if workers[0].is_recorded else None
         aliases = [run.aliases for worker in workers for run in worker.runs.values()]
         later = [each for worker in workers for each in worker.gathered_later()]
         with standing_in(aliases, later), kernels.drawing_from(workers[0].stream):
-            run_actions(self._order, handlers, self._failure, finished, self._starting)
+            run_actions(self._order, handlers, self._failure, after_action, self._before_action)
             if not self._failure.happened:
                 for worker in workers:
                     worker.finish()
@@ -211,5 +216,5 @@ class ThreadRun:
         """What the action launches is its worker's."""
         self._by_stage[action.stage].device.enter_thread()
 
-    def _finished(self, action: Action) -> None:
+    def _after_action(self, action: Action) -> None:
         self._by_stage[action.stage].mark_end(action)

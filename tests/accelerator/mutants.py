@@ -37,7 +37,7 @@ CALLS = {
     "wait_for_caller",
     "wait_stream",
 }
-ENTERED = {"stream", "self._hold"}  # other contexts have nothing to do with devices
+ENTERED = {"stream", "hold", "self._hold"}  # other contexts have nothing to do with devices
 FOLDERS = ("autograd", "model", "runtime")
 
 

@@ -15,12 +15,10 @@ Parameter gradients are added up in the alias leaves (see `aliases`), in the ord
 from __future__ import annotations
 
 import contextlib
-import functools
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipework import torch_private
 from pipework.autograd import boundary
@@ -32,6 +30,7 @@ from pipework.runtime.random.streams import function_may_draw, may_draw
 from pipework.runtime.skips import skip_tracker
 from pipework.runtime.skips.connections import SkipPorts
 from pipework.runtime.stage.in_place import InPlaceChanges
+from pipework.runtime.stage.kept import Inputs, Kept, edge
 from pipework.runtime.stage.layer_errors import layer_text, note_returned, refuse_non_finite, refuse_untrainable
 from pipework.runtime.stage.loss import LossRun
 from pipework.runtime.stage.recomputation import RecomputeCheck, checkpointing, recomputing
@@ -40,6 +39,8 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Callable, Set
 
+    from torch.autograd.graph import GradientEdge
+
     from pipework.autograd.batch_versions import BatchVersions
     from pipework.autograd.tied_gradients import TiedGradients
     from pipework.runtime.caller_context import CallerContext
@@ -47,16 +48,16 @@ if TYPE_CHECKING:
     from pipework.runtime.random.unseen_draws import Hold
     from pipework.runtime.skips.connections import Bundle
     from pipework.runtime.skips.stashed import Arrived
+    from pipework.runtime.stage.kept import AnyStructure, Root
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.stage.memory_meter import MemoryMeter
-    from pipework.runtime.stage.recomputation import Snapshot
     from pipework.runtime.stage.stage import Stage
     from pipework.runtime.transport import Endpoint
     from pipework.schedule import Action
 
-    Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: the output needs none
-    # The structure of a value: a Structure, None for a single tensor, a Bundle if the pipe has skips.
-    AnyStructure: TypeAlias = Any
+    LayersResult: TypeAlias = tuple[tuple[Tensor, ...], AnyStructure]
+    # Of leaves, the structure around them, and the number of the micro-batch.
+    RunLayers: TypeAlias = Callable[[tuple[Tensor, ...], AnyStructure, int], LayersResult]
 
 _cut, _viewed = boundary.cut, torch_private.viewed
 
@@ -121,9 +122,7 @@ class StageRun:
         self._ports = SkipPorts(stage.index, stage.skips) if stage.skips else None
         self.meter: MemoryMeter | None = None
         self.tied: TiedGradients | None = None
-        # The tensors of a micro-batch between its actions: inputs that are computed again, and graphs.
-        self._inputs: dict[int, tuple[tuple[Tensor, ...], AnyStructure, Snapshot, list[int]]] = {}
-        self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
+        self._kept = Kept(stage.shares_output, loss is not None)
         # Where in the present graph a backward starts with the gradients of skips that come from later stages.
         self._entered: tuple[Root, ...] = ()
         self._in_place = InPlaceChanges(stage, own_leaves if stage.index == 0 else frozenset(), batch)
@@ -132,11 +131,6 @@ class StageRun:
         # hidden parameters; `inspected` says whether that has been done.
         self._situation = (loss is None, stage.training, len(self.aliases.leaves))
         self._inspected = self._situation in stage.inspected
-        # Where the backward of an output starts. The next stage or the loss keeps an output's memory in any case: then
-        # the output itself, which is cheaper than its edge.
-        self._root = _itself if stage.shares_output or loss is not None else _edge
-        # Which outputs may have a graph: of the loss and what is returned beside it, the loss.
-        self._differentiable = slice(None if loss is None else 1)
 
     def connect(
         self,
@@ -144,7 +138,7 @@ class StageRun:
         *,
         stream: RandomStream | None,
         hold: Hold | None = None,
-        started: Callable[[], None] | None = None,
+        before_computing: Callable[[], None] | None = None,
         retain_graph: bool = False,
         in_context: bool = False,
     ) -> dict[str, Callable[[Action], None]]:
@@ -154,7 +148,7 @@ class StageRun:
             endpoint: the worker's side of the transport.
             stream: the source of the worker's random numbers; None: the layers draw none.
             hold: entered by each action that may draw from the generator of an accelerator unseen, if given.
-            started: called when an action has received its inputs and begins to compute, if given.
+            before_computing: called by an action that has received its inputs, before it computes, if given.
             retain_graph: whether the B actions leave their graphs for another run.
             in_context: whether the caller's settings for the layers are in force during the whole run.
 
@@ -170,13 +164,22 @@ class StageRun:
             self._ports.connect(endpoint)
         self._enter_stream = None if stream is None else stream.enter
         self._hold = hold
-        self._started = started
+        self._before_computing = before_computing
         self._retain_graph = retain_graph
         self._in_context = in_context
         self._memory = SharedMemory(self.aliases.leaves)
-        # Most stages of most mini-batches have nothing of this around their layers.
-        around = (self._ports, self._hold, self.meter, self._weight_store, self._stray)
-        self._runs_layers_alone = self._inspected and all(each is None for each in around)
+        # What is done around the layers, from the inside out. There is no other list of it. Where nothing is, as usual,
+        # `run_layers` is the layers alone.
+        run = self._run_layers_alone if self._ports is None else partial(self._run_with_skips, self._ports)
+        if self._weight_store is not None:
+            run = partial(_deferring, self._weight_store, run)
+        if self.meter is not None:
+            run = partial(self._measuring, self.meter, run)
+        if hold is not None:
+            run = partial(_holding, hold, run)
+        if self._stray is not None or not self._inspected:
+            run = partial(self._inspecting, run)
+        self.run_layers: RunLayers = run
         backward = self.backward
         if in_context and self._context.autocasts:
             # As PyTorch advises: autocast would cast the products and sums of a backward again.
@@ -184,8 +187,9 @@ class StageRun:
         return {"F": self.forward, "R": self.recompute, "B": backward, "I": backward, "W": backward}
 
     def disconnect(self) -> None:
-        """After a run: drops the `started` callback, which refers to this object."""
-        self._started = None
+        """After a run: drops the functions that refer to this object."""
+        self._before_computing = None
+        del self.run_layers
         if self._weight_store is not None:
             self._weight_store.learn(self.aliases.parameters, self.aliases.leaves)
 
@@ -198,15 +202,14 @@ class StageRun:
         arrived: list[Arrived] = []
         if ports is not None:
             leaves, structure, arrived = ports.receive(micro_batch, leaves, structure)
-        if self._started is not None:
-            self._started()
+        if self._before_computing is not None:
+            self._before_computing()
         if micro_batch in self._checkpointed:
             outputs, structure = self._first_pass(leaves, structure, micro_batch, arrived)
         else:
-            compute = self._run_layers if self._runs_layers_alone else self._compute
-            outputs, structure = compute(leaves, structure, micro_batch)
+            outputs, structure = self.run_layers(leaves, structure, micro_batch)
             if self._grad:
-                self._graphs[micro_batch] = leaves, (*map(self._root, outputs[self._differentiable]), *self._entered)
+                self._kept.put(micro_batch, leaves, outputs, self._entered)
             if loss is not None:
                 del loss.targets[micro_batch]
         if self._check_finite:
@@ -232,12 +235,14 @@ class StageRun:
 
     def recompute(self, action: Action) -> None:
         """R: computes a checkpointed micro-batch again and keeps the graph. Needs no gradient: it may run early."""
-        if self._started is not None:
-            self._started()
+        if self._before_computing is not None:
+            self._before_computing()
         micro_batch, again = action[2], self._retain_graph
-        if micro_batch not in self._inputs:
+        inputs = self._kept.take_inputs(micro_batch, again=again)
+        if inputs is None:
             return  # this stage is in evaluation mode: nothing was checkpointed here
-        leaves, structure, buffers, versions = self._inputs[micro_batch] if again else self._inputs.pop(micro_batch)
+        leaves, structure, buffers, versions = inputs
+        del inputs
         # A stage that changes its input in place has run on copies. The caller's micro-batches share a version counter.
         untouched = self._in_place.found or versions == list(map(_version, leaves))
         if not untouched or self._parameter_versions != self.aliases.versions:
@@ -252,8 +257,8 @@ class StageRun:
             leaves = tuple(map(boundary.renewed, leaves))
         context = contextlib.nullcontext() if self._in_context else self._context.entered()
         with context, recomputing(), buffers.standing_in(again=again):
-            outputs, _ = self._compute(leaves, structure, micro_batch)
-            self._graphs[micro_batch] = leaves, (*map(self._root, outputs[self._differentiable]), *self._entered)
+            outputs, _ = self.run_layers(leaves, structure, micro_batch)
+            self._kept.put(micro_batch, leaves, outputs, self._entered)
             self._recompute_check.compare(micro_batch, outputs, self._stage.place)
         if self._loss is not None:
             self._loss.targets.pop(micro_batch, None)  # it is recomputed once
@@ -268,8 +273,8 @@ class StageRun:
         try:
             if kind != "W":
                 self._differentiate(micro_batch)
-            elif self._started is not None:
-                self._started()
+            elif self._before_computing is not None:
+                self._before_computing()
             if self._weight_store is not None and kind != "I":
                 self._add_weight_gradients(self._weight_store, micro_batch)
         except RuntimeError as error:
@@ -289,15 +294,13 @@ class StageRun:
         """Runs autograd for one micro-batch, and sends the input's gradient."""
         loss = self._loss
         gradients: tuple[Tensor | None, ...] = () if loss is not None else self._receive_gradient(micro_batch)[0]
-        leaves, roots = self._graphs[micro_batch]
+        leaves, roots = self._kept.take(micro_batch, again=self._retain_graph)
         if loss is not None:
             gradients = (loss.gradient(roots[0]),)
         if self._ports is not None:
             gradients += self._ports.receive_gradients(micro_batch)
-        if self._started is not None:
-            self._started()
-        if not self._retain_graph:
-            del self._graphs[micro_batch]
+        if self._before_computing is not None:
+            self._before_computing()
         starts: list[Tensor | GradientEdge] = []
         seeds: list[Tensor] = []
         for root, gradient in zip(roots, gradients, strict=True):
@@ -342,7 +345,7 @@ class StageRun:
             self._enter_stream(-1 - self._index, micro_batch)
         if self._weight_store is None:
             return boundary.gradients(leaves, torch_private.run_backward, starts, seeds, self._retain_graph)
-        run = functools.partial(torch_private.run_backward, starts, seeds, self._retain_graph)
+        run = partial(torch_private.run_backward, starts, seeds, self._retain_graph)
         return boundary.gradients(leaves, self._weight_store.differentiate, micro_batch, run)
 
     def _add_weight_gradients(self, store: WeightGradientStore, micro_batch: int) -> None:
@@ -366,14 +369,13 @@ class StageRun:
         """The micro-batches of which this stage holds something: inputs, a graph, or what waits for a W."""
         store = self._weight_store
         waiting = [] if store is None else [n for n in store.micro_batches if store.kept(n)]
-        return {*self._inputs, *self._graphs, *waiting}
+        return {*self._kept.micro_batches, *waiting}
 
     def clear(self) -> None:
         """Drops every tensor, after a failure: the traceback refers to this object."""
         if self._loss is not None:
             self._loss.clear()
-        self._inputs.clear()
-        self._graphs.clear()
+        self._kept.clear()
         self._recompute_check.clear()
         if self._weight_store is not None:
             self._weight_store.clear()
@@ -400,7 +402,7 @@ class StageRun:
         versions = list(map(_version, own))
         arrived[:] = [each._replace(tensor=own[each.number], version=versions[each.number]) for each in arrived]
         with checkpointing():
-            outputs, structure_out = self._compute(own, structure, micro_batch)
+            outputs, structure_out = self.run_layers(own, structure, micro_batch)
         self._entered = ()
         if of_target != list(map(_version, target)):
             raise RuntimeError(
@@ -410,10 +412,10 @@ class StageRun:
         snapshot = self._stage.buffers.learn(buffers)
         is_differentiated = self._loss is not None or (self._ports is not None and self._ports.any_gradients)
         if is_differentiated or any(output.requires_grad for output in outputs):
-            self._inputs[micro_batch] = leaves, structure, snapshot, kept
+            self._kept.put_inputs(micro_batch, Inputs(leaves, structure, snapshot, kept))
             self._recompute_check.keep(micro_batch, outputs)
         else:  # no R: no gradient will reach this stage
-            self._graphs[micro_batch] = leaves, (None,) * len(outputs)
+            self._kept.put(micro_batch, leaves, outputs)
         if self._in_place.see_first_pass(own, versions, outputs, is_first=unknown):
             if self._ports is not None:
                 self._ports.refuse_overwritten(arrived)
@@ -422,24 +424,17 @@ class StageRun:
             self.meter.checkpointed(self._index, micro_batch, [*leaves, *snapshot.tensors])
         return outputs, structure_out
 
-    def _compute(
-        self, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int
-    ) -> tuple[tuple[Tensor, ...], AnyStructure]:
-        """Runs the layers on one micro-batch, with all that this mini-batch wants to be done before and after them."""
-        with contextlib.ExitStack() as stack:
-            if self._hold is not None:
-                stack.enter_context(self._hold)
-            if self.meter is not None:
-                target = () if self._loss is None else self._loss.targets[micro_batch][0]
-                stack.enter_context(self.meter.measuring(self._index, micro_batch, leaves, target))
-            if self._weight_store is not None:
-                self._weight_store.begin(micro_batch)
-            if self._ports is None:
-                outputs, structure = self._run_layers(leaves, structure, micro_batch)
-            else:
-                outputs, structure = self._run_with_skips(self._ports, leaves, structure, micro_batch)
-            if self._weight_store is not None:
-                self._weight_store.end()
+    def _measuring(
+        self, meter: MemoryMeter, run: RunLayers, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int
+    ) -> LayersResult:
+        target = () if self._loss is None else self._loss.targets[micro_batch][0]
+        with meter.measuring(self._index, micro_batch, leaves, target):
+            return run(leaves, structure, micro_batch)
+
+    def _inspecting(
+        self, run: RunLayers, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int
+    ) -> LayersResult:
+        outputs, structure = run(leaves, structure, micro_batch)
         if not self._inspected and any(output.requires_grad for output in outputs):
             refuse_hidden_parameters(self._stage, self.aliases, leaves, outputs)
             self._stage.inspected.add(self._situation)
@@ -450,15 +445,15 @@ class StageRun:
 
     def _run_with_skips(
         self, ports: SkipPorts, leaves: tuple[Tensor, ...], bundle: Bundle, micro_batch: int
-    ) -> tuple[tuple[Tensor, ...], Bundle]:
+    ) -> LayersResult:
         """Runs the layers while they may stash and pop."""
         value, popped = leaves[: bundle.own], leaves[bundle.own :]
         of_value = self._alias(value, micro_batch)
         entered, begun = ports.entered(micro_batch, popped, of_value, bundle)
-        self._entered = tuple(map(_edge, begun))
+        self._entered = tuple(map(edge, begun))
         tracker = ports.tracker(entered)
         with skip_tracker.using(tracker):
-            outputs, structure = self._run_layers(value, bundle.structure, micro_batch, of_value)
+            outputs, structure = self._run_layers_alone(value, bundle.structure, micro_batch, of_value)
         # A popped tensor may also be a tensor of the value, whose changes have been looked for above.
         pairs = zip(popped, entered.values(), strict=True)
         apart = [pair for pair in pairs if not any(pair[1] is each for each in of_value)]
@@ -472,13 +467,13 @@ class StageRun:
             return leaves
         return self._in_place.aliases(leaves, recomputed=micro_batch in self._checkpointed)
 
-    def _run_layers(
+    def _run_layers_alone(
         self,
         leaves: tuple[Tensor, ...],
         structure: AnyStructure,
         micro_batch: int,
         aliases: tuple[Tensor, ...] | None = None,
-    ) -> tuple[tuple[Tensor, ...], AnyStructure]:
+    ) -> LayersResult:
         if aliases is None:
             aliases = leaves if self._in_place.found is False else self._alias(leaves, micro_batch)
         value = aliases[0] if structure is None else nested.unflatten(aliases, structure)
@@ -532,18 +527,17 @@ class StageRun:
             )
 
 
-def _itself(output: Tensor) -> Root:
-    return output if output.requires_grad else None
+def _deferring(store: WeightGradientStore, run: RunLayers, leaves: Any, structure: Any, number: int) -> LayersResult:
+    """What the layers use of parameters belongs to this micro-batch."""
+    store.begin(number)
+    result = run(leaves, structure, number)
+    store.end()
+    return result
 
 
-def _edge(output: Tensor) -> Root:
-    """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
-    node = output.grad_fn
-    if node is None:
-        return _itself(output)
-    if node.__class__.__base__ is BackwardCFunction:  # of a function in Python, which an edge alone does not keep alive
-        return get_gradient_edge(output)
-    return GradientEdge(node, output.output_nr)
+def _holding(hold: Hold, run: RunLayers, *given: Any) -> LayersResult:
+    with hold:
+        return run(*given)
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,0 +1,113 @@
+"""What a stage keeps of a micro-batch between its F and its B: the graph, or only the inputs if it is recomputed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipework.runtime.stage.recomputation import Snapshot
+
+    Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: the output needs none
+    # The structure of a value: a Structure, None for a single tensor, a Bundle if the pipe has skips.
+    AnyStructure: TypeAlias = Any
+
+
+class Inputs(NamedTuple):
+    """What a recomputation needs.
+
+    Attributes:
+        leaves: the tensors that the stage has received.
+        structure: around them.
+        buffers: their values before the first pass.
+        versions: of the leaves, before the first pass.
+    """
+
+    leaves: tuple[Tensor, ...]
+    structure: AnyStructure
+    buffers: Snapshot
+    versions: list[int]
+
+
+class Kept:
+    """All that lives between the F and the B of a micro-batch, for one stage and one mini-batch.
+
+        F      `put`; of a checkpointed micro-batch `put_inputs` instead
+        R      `take_inputs`, then `put`
+        B, I   `take`
+
+    So a stage's activations can be moved elsewhere here, such as to the memory of the host. What an operator has saved
+    is inside of the graph: `torch.autograd.graph.saved_tensors_hooks` around `StageRun.run_layers` get it. Two other
+    places follow: `MemoryMeter` counts these bytes, and between I and W `WeightGradientStore` keeps what W needs.
+
+    Args:
+        shares_output: whether the next stage keeps the memory of the stage's outputs.
+        has_loss: whether the first output is the loss, which the step keeps. Others are returned beside it, without
+            their graph.
+
+    Example:
+        >>> import torch
+        >>> kept = Kept(shares_output=False, has_loss=True)
+        >>> kept.put(0, (), [torch.ones(1)])
+        >>> kept.micro_batches, kept.take(0), kept.micro_batches
+        ({0}, ((), (None,)), set())
+    """
+
+    def __init__(self, shares_output: bool, has_loss: bool) -> None:
+        self._shares_output = shares_output
+        self._has_loss = has_loss
+        self._inputs: dict[int, Inputs] = {}
+        self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
+
+    def put(
+        self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: Sequence[Tensor], more: tuple[Root, ...] = ()
+    ) -> None:
+        """Keeps the graph between leaves and outputs; a backward starts at the outputs and at `more`."""
+        if self._has_loss:
+            outputs = outputs[:1]
+        if self._has_loss or self._shares_output:  # its memory is kept in any case, and it is cheaper than its edge
+            for output in outputs[::-1]:
+                more = output if output.requires_grad else None, *more
+        else:
+            more = *map(edge, outputs), *more
+        self._graphs[micro_batch] = leaves, more
+
+    def put_inputs(self, micro_batch: int, inputs: Inputs) -> None:
+        """Keeps no graph, but what a recomputation needs."""
+        self._inputs[micro_batch] = inputs
+
+    def take(self, micro_batch: int, *, again: bool = False) -> tuple[tuple[Tensor, ...], tuple[Root, ...]]:
+        """The leaves of a graph, and where its backward starts. They stay if the backward may run `again`."""
+        graph = self._graphs[micro_batch]
+        if not again:
+            del self._graphs[micro_batch]
+        return graph
+
+    def take_inputs(self, micro_batch: int, *, again: bool) -> Inputs | None:
+        """What a recomputation needs; None: the micro-batch is not recomputed. It stays if it may be `again`."""
+        return self._inputs.get(micro_batch) if again else self._inputs.pop(micro_batch, None)
+
+    @property
+    def micro_batches(self) -> set[int]:
+        """Those of which something is kept."""
+        return {*self._inputs, *self._graphs}
+
+    def clear(self) -> None:
+        """Drops everything, after a failure."""
+        self._inputs.clear()
+        self._graphs.clear()
+
+
+def edge(output: Tensor) -> Root:
+    """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
+    node = output.grad_fn
+    if node is None:
+        return output if output.requires_grad else None
+    if node.__class__.__base__ is BackwardCFunction:  # of a function in Python, which an edge alone does not keep alive
+        return get_gradient_edge(output)
+    return GradientEdge(node, output.output_nr)
