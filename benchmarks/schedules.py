@@ -14,7 +14,7 @@ TRAINING: Final = tuple(name for name in SCHEDULES if name not in ("forward-only
 def stages_per_worker(schedule: str, workers: int, wanted: Iterable[int]) -> list[int]:
     """Those of the wanted numbers of stages per worker that a schedule can have; the usual one if it has no choice."""
     known = schedule_spec(schedule)
-    if not known.several:
+    if not known.any_stages_per_worker:
         return [known.stages_per_worker]
     result = []
     for count in wanted:

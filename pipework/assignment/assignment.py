@@ -152,7 +152,7 @@ def assign(
             )
         return _placed(module, schedule, schedule.placement, counts, places, machine)
     spec = _spec(schedule)
-    if not spec.several and spec.stages_per_worker == 1:
+    if not spec.any_stages_per_worker and spec.stages_per_worker == 1:
         partitioning = choose_partitioning(module, balance, devices)
         assignment = Assignment(schedule, partitioning, tuple(range(len(partitioning.balance))))
     else:

@@ -259,8 +259,8 @@ def _schedule(schedule: str | Schedule, workers: int, stages: int, chunks: int, 
     else:
         spec = schedule_spec(schedule)
         wanted = workers * spec.stages_per_worker
-        if stages != wanted and (stages % workers or not spec.several):
-            other = ", or another multiple of the devices" if spec.several else ""
+        if stages != wanted and (stages % workers or not spec.any_stages_per_worker):
+            other = ", or another multiple of the devices" if spec.any_stages_per_worker else ""
             raise ValueError(
                 f"balance has {counted(stages, 'stage')} for {counted(workers, 'device')}: schedule {schedule!r} wants "
                 f"{wanted}{other}"

@@ -94,10 +94,10 @@ def choices(request: PlanRequest) -> list[Choice]:
     for place, order in enumerate(orders(request)):
         for name in allowed:
             spec = SCHEDULES[name]
-            for each in range(1, _MOST_STAGES + 1) if spec.several else (spec.stages_per_worker,):
+            for each in range(1, _MOST_STAGES + 1) if spec.any_stages_per_worker else (spec.stages_per_worker,):
                 if each * len(order) > layers or (each % 2 and spec.placement is wave_placement):
                     continue
-                if spec.several and each == 1 and spec.placement is loop_placement and len(order) > 1:
+                if spec.any_stages_per_worker and each == 1 and spec.placement is loop_placement and len(order) > 1:
                     continue  # schedules of one stage are there by their own names
                 placement = spec.placement(len(order), each)
                 later = name not in _PROMISING or each > 2

@@ -28,17 +28,17 @@ class ScheduleSpec:
     """How to make a schedule of any size.
 
     Attributes:
-        generator: a function of the numbers of workers and micro-batches; if `several`, also of stages per worker; if
-            `timed`, also of the keyword argument `costs`.
+        generator: a function of the numbers of workers and micro-batches; if `any_stages_per_worker`, also of stages
+            per worker; if `timed`, also of the keyword argument `costs`.
         stages_per_worker: the default number of stages per worker.
-        several: whether the caller may choose the number of stages per worker.
+        any_stages_per_worker: whether the caller may choose the number of stages per worker.
         placement: a function from the numbers of workers and of stages per worker to the worker of each stage.
         timed: whether the orders depend on costs.
     """
 
     generator: Callable[..., Schedule]
     stages_per_worker: int = 1
-    several: bool = False
+    any_stages_per_worker: bool = False
     placement: Callable[[int, int], tuple[int, ...]] = loop_placement
     timed: bool = False
 
@@ -49,20 +49,20 @@ SCHEDULES: Final[Mapping[str, ScheduleSpec]] = MappingProxyType(
         "fill-drain": ScheduleSpec(fill_drain),
         "1f1b": ScheduleSpec(one_forward_one_backward),
         "eager-1f1b": ScheduleSpec(eager_1f1b),
-        "interleaved-1f1b": ScheduleSpec(interleaved_1f1b, 2, several=True),
-        "looped-bfs": ScheduleSpec(looped_bfs, 2, several=True),
-        "hanayo": ScheduleSpec(hanayo, 2, several=True, placement=wave_placement, timed=True),
+        "interleaved-1f1b": ScheduleSpec(interleaved_1f1b, 2, any_stages_per_worker=True),
+        "looped-bfs": ScheduleSpec(looped_bfs, 2, any_stages_per_worker=True),
+        "hanayo": ScheduleSpec(hanayo, 2, any_stages_per_worker=True, placement=wave_placement, timed=True),
         "zb-h1": ScheduleSpec(zb_h1),
         "zb-h2": ScheduleSpec(zb_h2),
-        "interleaved-zb": ScheduleSpec(interleaved_zb, 2, several=True, timed=True),
+        "interleaved-zb": ScheduleSpec(interleaved_zb, 2, any_stages_per_worker=True, timed=True),
         "zb-v": ScheduleSpec(zb_v, 2, placement=wave_placement, timed=True),
         "v-half": ScheduleSpec(v_half, 2, placement=wave_placement, timed=True),
         "v-min": ScheduleSpec(v_min, 2, placement=wave_placement, timed=True),
         "dualpipe-v": ScheduleSpec(dualpipe_v, 2, placement=wave_placement),
-        "forward-only": ScheduleSpec(forward_only, several=True),
+        "forward-only": ScheduleSpec(forward_only, any_stages_per_worker=True),
     }
 )
-"""Name to spec. To add schedules, pass a larger mapping to :func:`build`."""
+"""Name to spec. A schedule of your own needs no name: ``Pipe(..., schedule=ScheduleSpec(my_generator))``."""
 
 # Classes of torch.distributed.pipelining whose names are not those above.
 _OF_TORCH: Final[Mapping[str, str]] = MappingProxyType(
@@ -168,12 +168,12 @@ def _built(
     spec = schedule_spec(name, schedules)
     count = spec.stages_per_worker if stages_per_worker is None else stages_per_worker
     positive_integers(workers=workers, chunks=chunks, stages_per_worker=count)
-    if not spec.several and count != spec.stages_per_worker:
-        several = ", ".join(repr(other) for other, its in schedules.items() if its.several)
+    if not spec.any_stages_per_worker and count != spec.stages_per_worker:
+        others = ", ".join(repr(other) for other, its in schedules.items() if its.any_stages_per_worker)
         raise ValueError(
-            f"schedule {name!r} has stages_per_worker={spec.stages_per_worker}, got {count}: choose one of {several}"
+            f"schedule {name!r} has stages_per_worker={spec.stages_per_worker}, got {count}: choose one of {others}"
         )
-    sizes = (workers, chunks, count) if spec.several else (workers, chunks)
+    sizes = (workers, chunks, count) if spec.any_stages_per_worker else (workers, chunks)
     # Skips are added to the finished schedule; orders do not depend on them.
     timed = {"costs": replace(costs_of(spec.placement(workers, count)), skip_transfer=0.0)} if spec.timed else {}
     schedule = spec.generator(*sizes, **timed)

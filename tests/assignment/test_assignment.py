@@ -107,7 +107,7 @@ def test_a_module_without_layers_has_no_stages(schedule: Any, balance: list[int]
         (ScheduleSpec(forward_only), {}, ValueError, "'forward-only' has no backwards: give one that trains"),
         (ScheduleSpec(lambda p, m: fill_drain(p, m + 1)), {}, ValueError, "was asked for 4 micro-batches"),
         (
-            ScheduleSpec(hanayo, 2, several=True, timed=True),
+            ScheduleSpec(hanayo, 2, any_stages_per_worker=True, timed=True),
             {"devices": ["cpu"] * 2},
             ValueError,
             r"on workers \(0, 1, 0, 1\), and made .* with \(0, 1, 1, 0\): correct its generator, or its placement",
@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused(schedule: Any, options: dict[str, Any], er
     ("name", "spec"),
     [
         ("1f1b", ScheduleSpec(one_forward_one_backward)),
-        ("interleaved-1f1b", ScheduleSpec(interleaved_1f1b, 2, several=True)),
+        ("interleaved-1f1b", ScheduleSpec(interleaved_1f1b, 2, any_stages_per_worker=True)),
     ],
 )
 def test_a_spec_of_ones_own_is_planned_like_its_name(name: str, spec: ScheduleSpec) -> None:

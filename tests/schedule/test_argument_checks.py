@@ -25,8 +25,10 @@ F0, B0, F1, B1 = (Action(kind, stage, 0) for stage in (0, 1) for kind in "FB")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_generators_want_counts(name, value):
     spec = SCHEDULES[name]
-    for place, what in enumerate(("workers", "micro_batches", "stages_per_worker")[: 3 if spec.several else 2]):
-        sizes = [2, 2, 2][: 3 if spec.several else 2]
+    for place, what in enumerate(
+        ("workers", "micro_batches", "stages_per_worker")[: 3 if spec.any_stages_per_worker else 2]
+    ):
+        sizes = [2, 2, 2][: 3 if spec.any_stages_per_worker else 2]
         sizes[place] = value
         error = ValueError if type(value) is int else TypeError
         with pytest.raises(error, match=rf"^{what} is .*: wanted an integer of at least 1"):

@@ -82,7 +82,7 @@ def test_costs_of_other_stages_are_refused_by_all():
     assert compare(workers=2, chunks=3, costs=skipping).fitting.keys() == compare(workers=2, chunks=3).fitting.keys()
 
 
-def test_recipes_that_make_no_schedule():
+def test_a_generator_that_makes_no_schedule():
     with pytest.raises(TypeError, match=r"of a spec made \(2, 3\): wanted a Schedule"):
         build("mine", workers=2, chunks=3, schedules={"mine": ScheduleSpec(lambda *sizes: sizes)})
 

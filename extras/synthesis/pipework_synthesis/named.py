@@ -29,7 +29,9 @@ def named_schedules(
         return
     count = sizes[0]
     for name, spec in SCHEDULES.items():
-        if name in ("fill-drain", "forward-only") or (count != spec.stages_per_worker and not spec.several):
+        if name in ("fill-drain", "forward-only") or (
+            count != spec.stages_per_worker and not spec.any_stages_per_worker
+        ):
             continue
         try:
             if spec.placement(len(sizes), count) != placement:

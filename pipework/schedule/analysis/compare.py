@@ -129,7 +129,11 @@ def compare(
     for name, spec in schedules.items():
         if name in _LEFT_OUT:
             continue
-        count = stages_per_worker if spec.several and stages_per_worker is not None else spec.stages_per_worker
+        count = (
+            stages_per_worker
+            if spec.any_stages_per_worker and stages_per_worker is not None
+            else spec.stages_per_worker
+        )
         try:
             schedule, share = build_for_shares(
                 name, workers=workers, chunks=chunks, stages_per_worker=count, costs=costs, schedules=schedules

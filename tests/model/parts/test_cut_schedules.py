@@ -36,7 +36,7 @@ NAMES = sorted(set(SCHEDULES) - {"forward-only"})  # which a pipe refuses: it ha
 LARGE = [
     (name, 4, stages)
     for name in NAMES
-    for stages in ((2, 4 if name == "hanayo" else 3) if schedule_spec(name).several else (None,))
+    for stages in ((2, 4 if name == "hanayo" else 3) if schedule_spec(name).any_stages_per_worker else (None,))
 ]
 
 

@@ -104,7 +104,7 @@ def any_costs(draw, stages, halves_add_up=True):
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 12), st.data())
 def test_no_schedule_with_a_name_beats_them(name, p, m, data):
     kinds = SCHEDULES[name]
-    v = data.draw(st.sampled_from((2, 4) if name == "hanayo" else (1, 2, 3))) if kinds.several else None
+    v = data.draw(st.sampled_from((2, 4) if name == "hanayo" else (1, 2, 3))) if kinds.any_stages_per_worker else None
     stages = p * (v or kinds.stages_per_worker)
     costs = data.draw(any_costs(stages, data.draw(st.booleans())))
     timed = Costs(forward=data.draw(st.lists(st.floats(0.125, 4), min_size=stages, max_size=stages)))

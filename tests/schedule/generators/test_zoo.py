@@ -17,7 +17,7 @@ HALVES = {"zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min"}
 
 def counts(name):
     """The numbers of stages per worker to try."""
-    if not SCHEDULES[name].several:
+    if not SCHEDULES[name].any_stages_per_worker:
         return (SCHEDULES[name].stages_per_worker,)
     return (2, 4) if name == "hanayo" else (1, 2, 3)
 
