@@ -374,7 +374,8 @@ class Pipe(Layers):
         Args:
             inputs: go to the first layer, moved to its device. Tensors are split along their rows, everything else
                 goes to every micro-batch as it is. The first tensor has its rows in dimension 0, others where they have
-                this size in the first mini-batch. `Chunk` and `NoChunk` say otherwise. `MicroBatches` are split.
+                this size in the first mini-batch. `Chunk` and `NoChunk` say otherwise. `MicroBatches`
+                are not split: they are the parts.
             target: what the loss compares the output with, any nested structure, moved to the last device and split
                 along dimension 0, or `MicroBatches` like the inputs. None: the loss is computed outside.
             return_output: return loss and output.

@@ -122,8 +122,8 @@ class Layout:
         self.names = tuple(names)
         self.target = target
         self.dims: dict[str, int] = {}
-        # The numbers of entries of lists and objects in a batch of another number of rows. A value that still has so
-        # many entries has none for each row, also where a later batch has as many rows.
+        # How many entries lists and objects had in earlier batches. A list of 3 names beside 8 rows has no name for
+        # each row. So where a later batch has 3 rows and the list still has 3 names, it is not taken for one of rows.
         self._entries: dict[str, int | None] = {}
 
     @classmethod
