@@ -10,27 +10,27 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 2_070,
-    "assignment": 585,
-    "autograd": 1_370,
-    "cli": 470,
-    "compat": 600,
-    "device_check": 320,
-    "distributed": 3_880,
-    "integrations": 730,
-    "model": 3_770,
-    "planning": 3_180,
-    "runtime": 3_150,
+    "": 1_940,
+    "assignment": 550,
+    "autograd": 1_310,
+    "cli": 460,
+    "compat": 500,
+    "device_check": 310,
+    "distributed": 3_530,
+    "integrations": 720,
+    "model": 3_540,
+    "planning": 2_800,
+    "runtime": 3_090,
     "saving": 1_190,
-    "schedule": 3_050,
-    "skip": 205,
-    "testing": 790,
-    "timeline": 305,
-    "values": 630,
+    "schedule": 2_830,
+    "skip": 210,
+    "testing": 740,
+    "timeline": 310,
+    "values": 620,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_230, 256
-TEST_LINES = 46_900
-DOC_WORDS = 55_300
+PACKAGE_LINES, PACKAGE_FILES = 24_550, 250
+TEST_LINES = 38_800
+DOC_WORDS = 45_300
 
 NO_CODE = {
     tokenize.COMMENT,
