@@ -59,7 +59,7 @@ class _Posted(NamedTuple):
     """
 
     number: int
-    expected: header.Description
+    expected: header.Header
     numbers: Tensor
     buffers: tuple[Tensor | None, ...]
     works: list[Any]
@@ -142,16 +142,16 @@ class Channel:
         self._device = device
         self._device_channel = device_channel
         self._mesh = mesh
-        # The form of the last message to each address, which the other side knows as well; at first it is empty.
-        self._nothing = header.Description((), None)
-        self._sent_forms: dict[Address, header.Description] = {}
-        self._received_forms: dict[Address, header.Description] = {}
+        # The header of the last message to each address, which the other side knows as well; at first it is empty.
+        self._nothing = header.Header((), None)
+        self._sent_headers: dict[Address, header.Header] = {}
+        self._received_headers: dict[Address, header.Header] = {}
         self._sent = 0
         self._kept: deque[_Kept] = deque()
         self._posted: dict[Address, _Posted] = {}
         self._expected = 0
         # Messages that had to be received before `take` asked for them.
-        self._early: dict[Address, tuple[header.Description, tuple[Tensor | None, ...]]] = {}
+        self._early: dict[Address, tuple[header.Header, tuple[Tensor | None, ...]]] = {}
 
     def send(self, address: Address, tensors: Sequence[Tensor | None], around: Any) -> None:
         """Sends a message, and returns at once.
@@ -160,13 +160,13 @@ class Channel:
             TypeError: a plain value cannot be sent.
             LostConnectionError: the other rank is gone.
         """
-        expected = self._sent_forms.get(address, self._nothing)
+        expected = self._sent_headers.get(address, self._nothing)
         description, parts = b"", self._memories(tensors)
         if not expected.fits(tensors, around):
             form = header.describe(tensors, around)
             description = header.encode(form)
             # A copy: the sender may change the values around the tensors afterwards.
-            self._sent_forms[address] = header.decode(description)
+            self._sent_headers[address] = header.decode(description)
             instead = [_bytes(1) for each in expected.forms if self._is_posted(each)]
             parts = [*instead, torch.frombuffer(bytearray(description), dtype=torch.uint8), *parts]
         number, self._sent = self._sent, self._sent + 1
@@ -186,7 +186,7 @@ class Channel:
     def post(self, address: Address) -> None:
         """Begins to receive the next message to this address. Posts have the order in which the other rank sends."""
         number, self._expected = self._expected, self._expected + 1
-        expected = self._received_forms.get(address, self._nothing)
+        expected = self._received_headers.get(address, self._nothing)
         numbers, buffers = torch.empty(_NUMBERS, dtype=torch.int64, device="cpu"), self._buffers(expected)
         with transferring(self._rank):
             works = [self._incoming.recv([numbers], self._peer, 2 * number), *self._receive(number, buffers)]
@@ -208,7 +208,7 @@ class Channel:
         ready = [self._ready(tensor, each) for tensor, each in zip(tensors, form.forms, strict=True)]
         return tuple(ready), form.around
 
-    def _receive_message(self, address: Address) -> tuple[header.Description, tuple[Tensor | None, ...]]:
+    def _receive_message(self, address: Address) -> tuple[header.Header, tuple[Tensor | None, ...]]:
         """Waits for a message, and returns its form and its tensors."""
         number, form, numbers, buffers, works = self._posted.pop(address)
         with transferring(self._rank):
@@ -226,7 +226,7 @@ class Channel:
             description = data.numpy().tobytes()
             form = header.decode(description)
             # A copy: the layers may change the values around the tensors that they get.
-            self._received_forms[address] = header.decode(description)
+            self._received_headers[address] = header.decode(description)
             buffers = self._buffers(form)
             with transferring(self._rank):
                 for work in self._receive(number, buffers):
@@ -271,7 +271,7 @@ class Channel:
             present = [tensor for tensor in present if not tensor_form.lies_on_accelerator(tensor)]
         return [tensor_form.memory_of(tensor).cpu() for tensor in present]
 
-    def _buffers(self, form: header.Description) -> tuple[Tensor | None, ...]:
+    def _buffers(self, form: header.Header) -> tuple[Tensor | None, ...]:
         """Memory for tensors that come through the CPU."""
         return tuple([each.room() if each is not None and self._through_cpu(each) else None for each in form.forms])
 
@@ -304,7 +304,7 @@ class Channel:
 
 
 def _with_device_tensors(
-    device_channel: DeviceChannel, tensors: tuple[Tensor | None, ...], form: header.Description
+    device_channel: DeviceChannel, tensors: tuple[Tensor | None, ...], form: header.Header
 ) -> tuple[Tensor | None, ...]:
     """The tensors of a message, with those that come directly from the other accelerator."""
     forms = [each if each is not None and each.on_accelerator else None for each in form.forms]

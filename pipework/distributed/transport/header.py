@@ -1,5 +1,7 @@
 """The header of a message between processes: the forms of its tensors and the structure around them, as JSON bytes.
 
+The three numbers that each message begins with are the matter of `channel`; a header follows them only if it has changed.
+
 Decoding runs nothing and imports nothing, and malformed bytes are a ValueError.
 """
 
@@ -28,7 +30,7 @@ _UNCHANGING = {Place, type(None), bool, int, float, complex, str, bytes, torch.d
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Description:
+class Header:
     """A message without the values of its tensors.
 
     Attributes:
@@ -40,7 +42,7 @@ class Description:
     around: Any
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Description):
+        if not isinstance(other, Header):
             return NotImplemented
         return self.forms == other.forms and same(self.around, other.around)
 
@@ -62,7 +64,7 @@ class Description:
         return self == describe(tensors, around)
 
 
-def describe(tensors: Sequence[Tensor | None], around: Any) -> Description:
+def describe(tensors: Sequence[Tensor | None], around: Any) -> Header:
     """The description of a message.
 
     Raises:
@@ -73,7 +75,7 @@ def describe(tensors: Sequence[Tensor | None], around: Any) -> Description:
         >>> form.shape, missing
         ((2, 3), None)
     """
-    return Description(tuple([None if tensor is None else TensorForm.of(tensor) for tensor in tensors]), around)
+    return Header(tuple([None if tensor is None else TensorForm.of(tensor) for tensor in tensors]), around)
 
 
 def may_be_changed(around: Any) -> bool:
@@ -89,7 +91,7 @@ def may_be_changed(around: Any) -> bool:
     return isinstance(around, Structure) and any(type(leaf) not in _UNCHANGING for leaf in around.leaves)
 
 
-def encode(description: Description) -> bytes:
+def encode(description: Header) -> bytes:
     """The description as bytes.
 
     Raises:
@@ -103,7 +105,7 @@ def encode(description: Description) -> bytes:
     return json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
 
 
-def decode(data: bytes) -> Description:
+def decode(data: bytes) -> Header:
     """The description of what `encode` gave.
 
     Raises:
@@ -117,7 +119,7 @@ def decode(data: bytes) -> Description:
         whole = json.loads(data.decode())
         match whole:
             case {"forms": [*forms], "around": around}:
-                return Description(tuple(map(_decode_form, forms)), _decode_around(around, len(forms)))
+                return Header(tuple(map(_decode_form, forms)), _decode_around(around, len(forms)))
         raise ValueError("it is no description")
     except Exception as error:  # of any kind, such as a RecursionError
         raise ValueError(f"a message between processes cannot be read: {error}") from error
