@@ -15,7 +15,6 @@ from pipework.assignment.assignment import assign
 from pipework.assignment.from_plan import planned_arguments
 from pipework.integrations import adapter_for
 from pipework.model.batchnorm import convert_deferred_batch_norm
-from pipework.model.layout import Layout
 from pipework.model.marks import checked_pieces
 from pipework.model.parts.check import Weighed, check_loss, check_parts
 from pipework.model.parts.cut import Cuttable, refuse_own_forward
@@ -23,6 +22,7 @@ from pipework.model.parts.following import Following, OwnParameters, take_over
 from pipework.model.parts.part import Part
 from pipework.model.parts.run import Message
 from pipework.model.parts.sample import LossPlace, arguments_of, as_given, single_rows
+from pipework.model.row_dimensions import Layout
 from pipework.pipe import Pipe, backend_for
 from pipework.planning.balance import balance_by_time
 from pipework.schedule.edges import recomputed

@@ -17,11 +17,11 @@ from pipework.backend import StepCall
 from pipework.model import mini_batch
 from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.model.layers import uncalled_hooks
-from pipework.model.layout import Layout
 from pipework.model.loss.check import loss_warnings
 from pipework.model.loss.settings import checked_scale, may_be_other
 from pipework.model.marks import has_micro_batches, in_micro_batches
 from pipework.model.mini_batch import MiniBatch, required_gradients, requires_gradients
+from pipework.model.row_dimensions import Layout
 from pipework.model.row_warnings import OutputRows, batch_second_noticed, modules_with_batch_second
 from pipework.runtime.caller_context import CallerContext
 from pipework.runtime.engine import make_engine

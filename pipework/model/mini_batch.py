@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from pipework.model.layout import Layout, not_dense
 from pipework.model.marks import NO_ROWS, WHOLE, MicroBatches, flattened, has_micro_batches, is_dense
+from pipework.model.row_dimensions import Layout, not_dense
 from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipework.model.layout import Learned
+    from pipework.model.row_dimensions import Learned
     from pipework.runtime.transport import Message
     from pipework.values.nested import Structure
 

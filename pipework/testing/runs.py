@@ -16,8 +16,8 @@ from pipework import torch_private
 from pipework.autograd import boundary
 from pipework.distributed.data_digest import data_digest
 from pipework.model.layers import WrappedModule
-from pipework.model.layout import values_in
 from pipework.model.marks import Chunk, MicroBatches, NoChunk, has_micro_batches
+from pipework.model.row_dimensions import values_in
 from pipework.model.sequential import named_layers
 from pipework.runtime.random.streams import draw_key
 from pipework.testing.comparison import LayerTrace, apart, on_host

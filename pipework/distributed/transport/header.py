@@ -1,6 +1,6 @@
 """The header of a message between processes: the forms of its tensors and the structure around them, as JSON bytes.
 
-The three numbers that each message begins with are the matter of `channel`; a header follows them only if it has changed.
+Each message begins with three numbers, see `channel`; a header follows them only if it has changed.
 
 Decoding runs nothing and imports nothing, and malformed bytes are a ValueError.
 """

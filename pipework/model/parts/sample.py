@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from pipework.model import mini_batch
-from pipework.model.layout import Layout
 from pipework.model.marks import Chunk, MicroBatches, NoChunk, has_micro_batches
+from pipework.model.row_dimensions import Layout
 from pipework.values import nested
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

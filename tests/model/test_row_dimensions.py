@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
 
 from pipework import Chunk, MicroBatches, NoChunk, Pipe, PipeWarning, attach
-from pipework.model.layout import Layout, has_entries, may_be_offsets, values_in
 from pipework.model.marks import flattened
+from pipework.model.row_dimensions import Layout, has_entries, may_be_offsets, values_in
 
 CC = ["cpu", "cpu"]
 
