@@ -34,7 +34,7 @@ OF_SEVERAL = {
         "round_trips",
         "several_ranks",
     },
-    "schedule/generators": {"bubbles", "zoo"},
+    "schedule/generators": {"bubbles", "named_schedules"},
 }
 FILES = sorted(
     path.relative_to(TESTS)

@@ -15,7 +15,7 @@ from pipework import PipeSequential
 from pipework.schedule import build
 from tests.conftest import WAYS
 from tests.ranks import held, layers_of_stages
-from tests.schedule.generators.test_zoo import HALVES
+from tests.schedule.generators.test_named_schedules import HALVES
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 CHUNKS = 4

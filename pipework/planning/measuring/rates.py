@@ -69,6 +69,7 @@ def rated_clock(rates: Rates) -> Iterator[Callable[[], float]]:
     take no time.
 
     Example:
+        >>> import torch
         >>> with torch.device("meta"), rated_clock(Rates(operations=1000, bytes_per_second=8)) as read:
         ...     x = torch.empty(4, 8)
         ...     begin = read()

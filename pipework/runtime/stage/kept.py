@@ -41,9 +41,11 @@ class Kept:
         R      `take_inputs`, then `put`
         B, I   `take`
 
-    So a stage's activations can be moved elsewhere here, such as to the memory of the host. What an operator has saved
-    is inside of the graph: `torch.autograd.graph.saved_tensors_hooks` around `StageRun.run_layers` get it. Two other
-    places follow: `MemoryMeter` counts these bytes, and between I and W `WeightGradientStore` keeps what W needs.
+    Activations are moved elsewhere, such as to the memory of the host, in two places. What operators have saved is
+    inside of the graph: `torch.autograd.graph.saved_tensors_hooks` around `StageRun.run_layers` get it, as
+    `save_on_cpu()` around a call of the pipe does today. Inputs that wait for a recomputation are here. The leaves of a
+    graph stay, since hooks are on these very objects. `MemoryMeter` counts the bytes of both,
+    `planning.measuring.stage_copy` predicts them, and between I and W `WeightGradientStore` keeps what W needs.
 
     Args:
         shares_output: whether the next stage keeps the memory of the stage's outputs.

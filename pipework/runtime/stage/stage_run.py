@@ -168,8 +168,8 @@ class StageRun:
         self._retain_graph = retain_graph
         self._in_context = in_context
         self._memory = SharedMemory(self.aliases.leaves)
-        # What is done around the layers, from the inside out. There is no other list of it. Where nothing is, as usual,
-        # `run_layers` is the layers alone.
+        # What is done around the layers, in F and in R, from the inside out. Something of your own, such as a profiler,
+        # goes around `run` here. Mostly there is nothing: then `run_layers` is the layers alone.
         run = self._run_layers_alone if self._ports is None else partial(self._run_with_skips, self._ports)
         if self._weight_store is not None:
             run = partial(_deferring, self._weight_store, run)

@@ -101,12 +101,12 @@ CASES = [
 @pytest.mark.timeout(3600)
 def test_the_same_bodies_pass(on_ranks: Run, ranks: int, each: int, least: int) -> None:
     files = [file for file in FILES if each > 1 or file not in SLOW_FILES]
-    results = on_ranks(ranks, run_tests, patience=3500, files=files, each=each)
+    results = on_ranks(ranks, run_tests, fresh=True, patience=3500, files=files, each=each)
     assert results == results[:1] * ranks
     assert results[0][0] > least
 
 
 def test_a_few_of_the_same_bodies_pass(on_ranks: Run) -> None:
-    results = on_ranks(2, run_tests, files=["exactness/test_modes.py"], each=3)
+    results = on_ranks(2, run_tests, fresh=True, files=["exactness/test_modes.py"], each=3)
     assert results[0] == results[1]
     assert results[0][0] > 5

@@ -26,7 +26,7 @@ CASES = 5_000
 
 
 def some_schedule(random):
-    """A schedule of the zoo, or one whose order is any, with or without what passes add."""
+    """A named schedule, or one whose order is any, with or without what passes add."""
     name = random.choice(sorted(SCHEDULES))
     schedule = build(name, workers=random.randint(1, 4), chunks=random.randint(1, 4))
     if random.random() < 0.3:

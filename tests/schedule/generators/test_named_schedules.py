@@ -105,6 +105,8 @@ def golden():
 def test_orders_are_what_they_were():
     """A change of an order is a change for users, so it is made on purpose. Then this writes the file anew:
 
-    python -c "from tests.schedule.generators.test_zoo import *; print(*golden(), sep='\\n', file=GOLDEN.open('w'))"
+    from tests.schedule.generators.test_named_schedules import GOLDEN, golden
+
+    print(*golden(), sep="\\n", file=GOLDEN.open("w"))
     """
     assert GOLDEN.read_text().splitlines() == list(golden())
