@@ -75,6 +75,7 @@ def test_hooks_fire_once_and_a_frozen_parameter_gets_nothing() -> None:
     assert layers[2].weight.grad is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_a_failed_step_keeps_no_gradient(schedule: str) -> None:
     class Fails(nn.Module):

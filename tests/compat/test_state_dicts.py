@@ -119,6 +119,7 @@ def same(module: nn.Module, expected: dict[str, Tensor]) -> None:
 # From and to the original libraries
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name_of_model", MODELS)
 def test_checkpoints_of_the_original_and_for_it(ask: Callable[..., Any], adapter: Any, name_of_model: str) -> None:
     data, expected = ask(saved, name_of_model)

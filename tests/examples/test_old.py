@@ -51,6 +51,7 @@ def test_two_replicas_of_2021_learn_the_same(run: Callable[..., str]) -> None:
     assert "parameters of both processes: equal, to the last bit" in told
 
 
+@pytest.mark.thorough
 def test_a_resnet_of_2019_learns(run: Callable[..., str]) -> None:
     sizes = ["--width", "4", "--size", "12", "--batch-size", "32", "--steps", "60"]
     told = run("resnet_skips.py", *sizes)

@@ -53,6 +53,7 @@ def started(start: Callable[..., Job], server: subprocess.Popen[str], folder: Pa
     return job, port
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_launcher_dies_or_stands_still(
     start: Callable[..., Job], server: subprocess.Popen[str], tmp_path: Path, how: signal.Signals
