@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from pipework.schedule import Action
 
 CALLER = -1  # the owner of storages that no worker allocates
 ON_ITS_WAY = -2  # the owner of a copy that its receiver has not taken yet
@@ -44,6 +46,7 @@ class LiveStorages:
     """All storages that appear and disappear while `watching`.
 
     Attributes:
+        placement: the worker of each stage.
         events: in the order of time: +1 and a block that appears, -1 and a block that is freed, or 0 and an empty block
             of a worker at which a backward begins, or for which `moment` was called.
     """
@@ -55,6 +58,12 @@ class LiveStorages:
         self._thread = threading.local()
         self._watching = False
         self._old: set[int] = set()
+        self.placement: Sequence[int] = ()
+
+    def begins(self, action: Action) -> None:
+        """What this thread allocates belongs to the worker of this action, from now on."""
+        self._thread.owner = self.placement[action.stage]
+        self._thread.in_backward = False
 
     def follow(self, layers: Iterable[nn.Module], worker: int) -> None:
         """What is allocated on the thread that runs these layers belongs to this worker, from their next call on."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from benchmarks.memory.live import ON_ITS_WAY, LiveStorages
+from pipework.backend import Backend
 from pipework.pipe import Pipe
+from pipework.schedule import Action
 
 
 class CopyingLink:
@@ -50,6 +53,17 @@ class TakingLink(CopyingLink):
         self._storages.taken(tensors, self._taker)
 
 
+class WatchedBackend(Backend):
+    """Tells the tracker whose action begins: under its mode one thread executes those of all workers."""
+
+    storages: LiveStorages
+
+    @property
+    def before_action(self) -> Callable[[Action], None]:
+        """See `Backend`."""
+        return self.storages.begins
+
+
 def with_separate_memories(pipe: Pipe, storages: LiveStorages, *, when_taken: bool = False) -> Pipe:
     """Makes the pipe's CPU workers behave as if each had memory of its own, and tells the tracker whose is what.
 
@@ -66,6 +80,9 @@ def with_separate_memories(pipe: Pipe, storages: LiveStorages, *, when_taken: bo
     make = TakingLink if when_taken else CopyingLink
     links = {(a, b): make(storages, b) if a != b or when_taken else None for a in workers for b in workers}
     executor._engine = dataclasses.replace(engine, links=links)
+    backend = executor._engine.backend
+    backend.storages, backend.__class__ = storages, WatchedBackend
+    storages.placement = engine.placement
     for stage, (here, there) in zip(engine.stages.values(), itertools.pairwise((*engine.placement, -1)), strict=True):
         stage.shares_output = here == there  # as make_engine says of stages on different devices
     return pipe

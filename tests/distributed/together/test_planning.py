@@ -42,9 +42,10 @@ def test_all_ranks_get_the_same_plan_and_train_with_it(mesh: Mesh) -> tuple[str,
         pipework.plan(layers(), x, memory={"gpu": "2 MiB"}, **options)
     with pytest.raises(ValueError, match="chunks is 17, and a mini-batch has 16 rows"):
         pipework.plan(layers(), x, chunks=17, **options)
-    for wrong in ({"devices": ["cpu", "cpu"]}, {"model": made([1.0])}):
-        with pytest.raises(ValueError, match="leave devices= out"):
-            pipework.plan(**({"model": layers(), "sample": x} | options | wrong))
+    with pytest.raises(ValueError, match="leave devices= out"):
+        pipework.plan(layers(), x, devices=["cpu", "cpu"], **options)
+    with pytest.raises(ValueError, match="which only the measurement of a model needs"):
+        pipework.plan(made([1.0]), **options)
     # What fails on one rank is an error on all.
     model = nn.Sequential(*layers(), Fails()) if mesh.worker else nn.Sequential(*layers(), nn.Identity())
     with pytest.raises(
