@@ -2,24 +2,22 @@
 
 A dispatch mode, which the pipe takes along to its workers, sees what every operator returns, in forward and in
 backward, and notes when a storage that it has not seen before appears and when it is freed. Nothing here knows of
-micro-batches, of what autograd saves or of what the runtime keeps. With a mode around, one worker computes at a time.
+micro-batches, of what autograd saves or of what the runtime keeps. Under a mode one thread runs all workers' actions.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from pipework.schedule import Action
 
 CALLER = -1  # the owner of storages that no worker allocates
 ON_ITS_WAY = -2  # the owner of a copy that its receiver has not taken yet
@@ -46,7 +44,6 @@ class LiveStorages:
     """All storages that appear and disappear while `watching`.
 
     Attributes:
-        placement: the worker of each stage.
         events: in the order of time: +1 and a block that appears, -1 and a block that is freed, or 0 and an empty block
             of a worker at which a backward begins, or for which `moment` was called.
     """
@@ -58,22 +55,11 @@ class LiveStorages:
         self._thread = threading.local()
         self._watching = False
         self._old: set[int] = set()
-        self.placement: Sequence[int] = ()
 
-    def begins(self, action: Action) -> None:
-        """What this thread allocates belongs to the worker of this action, from now on."""
-        self._thread.owner = self.placement[action.stage]
+    def belongs_to(self, worker: int) -> None:
+        """What this thread allocates belongs to this worker from now on: an action of it begins."""
+        self._thread.owner = worker
         self._thread.in_backward = False
-
-    def follow(self, layers: Iterable[nn.Module], worker: int) -> None:
-        """What is allocated on the thread that runs these layers belongs to this worker, from their next call on."""
-
-        def enter(_: nn.Module, __: Any) -> None:
-            if not hasattr(self._thread, "owner"):
-                self._thread.owner = worker
-
-        for layer in layers:
-            layer.register_forward_pre_hook(enter)
 
     @contextmanager
     def watching(self, old: Iterable[Tensor]) -> Iterator[None]:

@@ -164,7 +164,7 @@ def measure(subject: Subject, stages: int, chunks: int, mode: str, costs: Costs)
     storages = LiveStorages()
     pipe = with_separate_memories(subject.pipe(stages, chunks, mode), storages)
     list(pipe)[-1].register_forward_hook(lambda _, __, output: storages.label([output], OUTPUT))
-    step(pipe, batch)  # gives the threads their owners
+    step(pipe, batch)
     pipe.zero_grad()
     with storages.watching([batch, *pipe.parameters(), *pipe.buffers()]):
         step(pipe, batch)
@@ -212,8 +212,6 @@ def measure_process(subject: Subject, chunks: int, costs: Costs) -> Process:
 
     storages = LiveStorages()
     pipe = subject.pipe(2, chunks, "never")
-    for worker, partition in enumerate(pipe.partitions):
-        storages.follow(partition, worker)
     step(pipe, batch)
     with storages.watching([batch, *pipe.parameters(), *pipe.buffers()]):
         output = pipe(batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -54,14 +54,22 @@ class TakingLink(CopyingLink):
 
 
 class WatchedBackend(Backend):
-    """Tells the tracker whose action begins: under its mode one thread executes those of all workers."""
+    """Tells the tracker whose action begins: under its mode one thread executes those of all workers.
 
-    storages: LiveStorages
+    Args:
+        storages: the tracker.
+        placement: the worker of each stage.
+    """
+
+    def __init__(self, storages: LiveStorages, placement: Sequence[int]) -> None:
+        super().__init__()
+        self._storages = storages
+        self._placement = placement
 
     @property
     def before_action(self) -> Callable[[Action], None]:
         """See `Backend`."""
-        return self.storages.begins
+        return lambda action: self._storages.belongs_to(self._placement[action.stage])
 
 
 def with_separate_memories(pipe: Pipe, storages: LiveStorages, *, when_taken: bool = False) -> Pipe:
@@ -74,15 +82,10 @@ def with_separate_memories(pipe: Pipe, storages: LiveStorages, *, when_taken: bo
     """
     executor: Any = pipe._executor
     engine = executor.engine_in_use()
-    for worker, partition in zip(engine.placement, pipe.partitions, strict=True):
-        storages.follow(partition, worker)
     workers = range(len(engine.devices))
     make = TakingLink if when_taken else CopyingLink
     links = {(a, b): make(storages, b) if a != b or when_taken else None for a in workers for b in workers}
-    executor._engine = dataclasses.replace(engine, links=links)
-    backend = executor._engine.backend
-    backend.storages, backend.__class__ = storages, WatchedBackend
-    storages.placement = engine.placement
+    executor._engine = dataclasses.replace(engine, links=links, backend=WatchedBackend(storages, engine.placement))
     for stage, (here, there) in zip(engine.stages.values(), itertools.pairwise((*engine.placement, -1)), strict=True):
         stage.shares_output = here == there  # as make_engine says of stages on different devices
     return pipe

@@ -85,7 +85,7 @@ def seen(pipe: Pipe, batch: Tensor) -> tuple[int, ...]:
     pipe = with_separate_memories(pipe, storages, when_taken=True)
     for worker, partition in zip(pipe.schedule().placement, pipe.partitions, strict=True):
         look(storages, worker, partition, last=partition is pipe.partitions[-1])
-    step(pipe, batch)  # gives the threads their owners
+    step(pipe, batch)  # the first one shows which gradients can wait
     pipe.zero_grad()
     with storages.watching([batch, *pipe.parameters()]):
         step(pipe, batch)
