@@ -42,7 +42,7 @@ OVERWRITTEN: Final = (1 << 10, 1 << 12, 1 << 14, 1 << 16)  # numbers of elements
 
 CPU: Final = torch.device("cpu")
 
-_Computed: TypeAlias = tuple[Tensor, Tensor, Tensor]  # the loss, the output and the inputs of a step
+_Computed: TypeAlias = tuple[int, Tensor, Tensor, Tensor]  # a step, its loss, its output and its inputs
 
 # From these values further cases are drawn.
 SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -212,7 +212,7 @@ def train_plain(case: Case, seed: int) -> dict[str, Tensor]:
                     found = reference_backward(model, x, loss_of, CHUNKS, draw_key())
                 else:
                     found = reference_step(model, x, y, F.cross_entropy, CHUNKS, draw_key())
-            yield found.loss, found.output, x
+            yield step, found.loss, found.output, x
 
     return _trained(model, steps())
 
@@ -265,7 +265,7 @@ def train_pipe(case: Case, seed: int) -> dict[str, Tensor]:
                     output = pipe(x)
                     loss = F.cross_entropy(output, target.to(output.device))
             loss.backward()
-            yield loss, output, x
+            yield step, loss, output, x
             del loss, output, x
             _overwrite(case, inputs, target)
             for device in accelerators:  # what the caller's streams allocate next is filled with NaN and freed again
@@ -282,7 +282,7 @@ def _trained(model: nn.Module, steps: Iterator[_Computed]) -> dict[str, Tensor]:
     """
     values: dict[str, Tensor] = {}
     optimizer = torch.optim.SGD(model.parameters(), RATE)
-    for step, (loss, output, x) in enumerate(steps):
+    for step, loss, output, x in steps:  # `enumerate` would hold them during the next step
         leaves = {**dict(model.named_parameters()), "the inputs": x}
         gradients = {f"gradient of {name}": each.grad for name, each in leaves.items() if each.grad is not None}
         found = {"loss": loss, "output": output, **gradients}

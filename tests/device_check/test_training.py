@@ -1,9 +1,12 @@
+import weakref
+from collections.abc import Iterator
 from itertools import islice
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from pipework.device_check.training import CPU, SETTINGS, first_cases, further_cases
+from pipework.device_check.training import CPU, SETTINGS, _trained, first_cases, further_cases
 
 ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -30,3 +33,21 @@ def test_halves_of_backwards_are_tried_under_autocast_on_devices_and_links() -> 
 
 def test_no_memory_is_pinned_without_an_accelerator() -> None:
     assert not any(case.pinned for case in islice(further_cases(CPU, CPU), 200))
+
+
+def test_what_a_step_computed_is_freed_before_memory_is_overwritten() -> None:
+    model, alive = nn.Linear(2, 2), []
+
+    def steps() -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        for step in range(2):
+            x = torch.ones(3, 2, requires_grad=True)
+            output = model(x)
+            loss = output.sum()
+            loss.backward()
+            computed = [weakref.ref(each) for each in (loss, output, x)]
+            yield step, loss, output, x
+            del loss, output, x
+            alive.extend(each() for each in computed)
+
+    _trained(model, steps())
+    assert alive == [None] * 6
