@@ -351,7 +351,7 @@ class AttachedForward:
         labels = names.get(target)
         trains = model.training and torch.is_grad_enabled()
         if labels is None:
-            if trains and not pipe._executor.loss_may_be_outside:
+            if trains and not pipe._executor.loss_may_be_outside(pipe.chunks):
                 raise ValueError(
                     f"{type(model).__name__} was called in training without {target!r}, and the pipe computes "
                     f"the loss inside: give {target}=, or call the model in eval() or under torch.no_grad(); a "

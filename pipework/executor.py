@@ -414,13 +414,12 @@ class Executor:
     def schedule(self, micro_batches: int | None) -> Schedule:
         """See `Pipe.schedule`."""
         count = self.settings.chunks if micro_batches is None else micro_batches
-        outside = self.settings.loss.function is None and self.loss_may_be_outside
+        outside = self.settings.loss.function is None and self.loss_may_be_outside(count)
         return self._program(count, self.settings.checkpoint, inside=not outside).schedule
 
-    @property
-    def loss_may_be_outside(self) -> bool:
-        """Whether the schedule has all backwards after all forwards."""
-        return self._program(self.settings.chunks, self.settings.checkpoint, inside=False).loss_may_be_outside
+    def loss_may_be_outside(self, micro_batches: int) -> bool:
+        """Whether the schedule of so many micro-batches has all backwards after all forwards."""
+        return self._program(micro_batches, self.settings.checkpoint, inside=False).loss_may_be_outside
 
     def layer_replaced(self) -> None:
         """The stages still run the layer that was there before: the next mini-batch makes and checks them again."""
