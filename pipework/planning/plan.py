@@ -127,12 +127,13 @@ class Plan(SavedAsJson):
                 raise ValueError(f"the plan has {found} {what}, and its other parts are for {wanted}")
         positive_integers(batch=self.batch, **{f"balance[{stage}]": each for stage, each in enumerate(self.balance)})
         self.costs.spread(schedule.stages, len(schedule.skips))  # refuses those of other stages
-        bound, finite = self.certificate, (0 if held.limit == inf else held.limit for held in self.workers)
+        bound = self.certificate
         seconds = (bound.schedule_bound, bound.any_bound, self.profile_seconds or 0, *dict(self.named).values())
         check_numbers("times of the plan", seconds)
         check_numbers("numbers of the optimizer", (self.optimizer,))
-        sizes = (size for held in self.workers for size in (held.fixed, held.activations, held.temporary))
-        check_numbers("bytes of its workers", (*sizes, *finite))
+        for held in self.workers:
+            limit = 0 if held.limit == inf else held.limit
+            check_numbers("bytes of its workers", (held.fixed, held.activations, held.temporary, limit))
         if not all(isinstance(each, str) for each in (*self.devices, *self.notes)):
             raise TypeError("devices and notes of the plan: wanted texts")
 
@@ -159,8 +160,10 @@ class Plan(SavedAsJson):
 
     def __str__(self) -> str:
         schedule, step = self.schedule, self.seconds
-        title = "worker,device,layers,busy,recomputes,weights/gradients/optimizer,activations,temporary,total,limit"
-        rows = [tuple(each.replace("/", ", ") for each in title.split(","))]
+        rows: list[tuple[str, ...]] = [
+            ("worker", "device", "layers", "busy", "recomputes", "weights, gradients, optimizer",
+             "activations", "temporary", "total", "limit"),
+        ]  # fmt: skip
         again = recomputed(schedule)
         names = [layer.name for layer in self.layers]
         spans = list(pairwise(accumulate(self.balance, initial=0)))
