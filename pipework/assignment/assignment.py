@@ -153,7 +153,7 @@ def assign(
         return _placed(module, schedule, schedule.placement, counts, places, machine)
     spec = _spec(schedule)
     if not spec.any_stages_per_worker and spec.stages_per_worker == 1:
-        partitioning = choose_partitioning(module, balance, devices)
+        partitioning = choose_partitioning(module, counts, places, machine=machine)
         assignment = Assignment(schedule, partitioning, tuple(range(len(partitioning.balance))))
     else:
         placement = spec.placement(*_workers_and_stages(module, schedule, spec, counts, places, machine))
