@@ -155,7 +155,7 @@ class Simulation(Measures):
         the timeline has transfers; a transfer begins when the later of its two sides is posted.
         """
         path = critical_path(*self.execution)
-        rows = {worker: list(self._intervals(worker)) for worker, _ in path}
+        rows = {worker: list(self._intervals(worker)) for worker in {worker for worker, _ in path}}
         return tuple(rows[worker][position] for worker, position in path)
 
 
