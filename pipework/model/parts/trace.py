@@ -60,7 +60,6 @@ class UnitCall(NamedTuple):
     Attributes:
         name: see `call_name`.
         place: where it computes.
-        position: among the calls of the model.
         stream: the number of the random stream from which the unit draws. The glue behind the unit draws from stream
             `stream + 1`, in each part the same numbers, so that they do not depend on the cut.
         is_changed: whether the glue changes in place what it gives.
@@ -69,7 +68,6 @@ class UnitCall(NamedTuple):
 
     name: str
     place: str
-    position: int
     stream: int
     is_changed: bool
     changes: bool
@@ -143,7 +141,7 @@ class PartSpan:
         for position, name in enumerate(self.trace.order):
             place = EARLIER if position < self.start else HERE if position < self.stop else LATER
             stream, changes = 2 * position + 1, name in self.trace.changing
-            call = UnitCall(name, place, position, stream, name in self.trace.changed, changes)
+            call = UnitCall(name, place, stream, name in self.trace.changed, changes)
             found.setdefault(unit_of(name), []).append(call)
         return {unit: tuple(calls) for unit, calls in found.items()}
 
