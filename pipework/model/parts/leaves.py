@@ -90,8 +90,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def held_by(tree: Any) -> list[Tensor]:
-    """The tensors of a nested value, and those that objects in it hold, which nothing between stages would find.
+def held_by(*trees: Any) -> list[Tensor]:
+    """The tensors of nested values, and those that objects in it hold, which nothing between stages would find.
 
     Example:
         >>> import torch
@@ -102,7 +102,9 @@ def held_by(tree: Any) -> list[Tensor]:
         ([], [tensor([0., 0., 0.])])
     """
     found: list[Tensor] = []
-    _collect(tree, found, {})
+    seen: dict[int, Any] = {}
+    for tree in trees:
+        _collect(tree, found, seen)
     return found
 
 

@@ -159,8 +159,9 @@ class PartRun:
 
     def _compute(self, call: UnitCall, unit: Unit, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """What a unit of this part computes."""
-        tensors = held_by((arguments, keywords))  # also those that an object holds
-        if self.lacks_any(tensors_in((arguments, keywords))):
+        values = (*arguments, *keywords.values())  # one by one: most are a tensor or None, which need no look inside
+        tensors = held_by(*values)  # also those that an object holds
+        if self.lacks_any(tensor for value in values for tensor in tensors_in(value)):
             raise self.reads_absent(call.name)
         versions = [version_of(tensor) for tensor in tensors]
         self._enter_stream(call.stream)
