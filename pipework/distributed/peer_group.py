@@ -212,9 +212,9 @@ class PeerGroup(Backend):
         """Whether any process was asked to end. The last ranks of all pipes call this, and get the same answer."""
         asked = self._preemption.requested
         for replicas in self.connections.every_replicas[:1]:
-            asked = replicas.any_of(asked)
+            asked = groups.any_of(replicas.group, asked)
         layers = self.connections.groups.get("layers")
-        return asked if layers is None else bool(groups.begin_exchange(layers, groups.ANY, [asked])().any())
+        return asked if layers is None else groups.any_of(layers, asked)
 
     def gather(self, name: str, text: str) -> list[str]:
         """The texts of all ranks of a group, in order. Every rank of it calls this, and waits for all others.

@@ -250,10 +250,6 @@ class DataParallel:
         numbers = groups.begin_exchange(self.group, groups.COUNT, [number])()
         return int(numbers.min()), int(numbers.max())
 
-    def any_of(self, flag: bool) -> bool:
-        """Whether the flag is set on any replica."""
-        return bool(groups.begin_exchange(self.group, groups.ANY, [flag])().any())
-
     def abort(self) -> None:
         """Ends all transfers for good, and drops their tensors; from any thread."""
         with self._lock:

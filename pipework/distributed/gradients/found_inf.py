@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework import torch_private
-from pipework.distributed.transport.groups import ANY, begin_exchange
+from pipework.distributed.transport.groups import any_of
 from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ class FoundInf:
         present = [local_part(gradient) for gradient in gradients if gradient is not None]
         # A sparse gradient adds up its values of the same index first.
         summed = (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in present)
-        here = any(not values.isfinite().all() for values in summed)
-        happened = bool(begin_exchange(self._group, ANY, [here])().any())
+        happened = any_of(self._group, any(not values.isfinite().all() for values in summed))
         in_place = (torch_private.sparse_values(each) if each.is_sparse else each for each in present)
         numbers = next((values for values in in_place if values.numel()), None)
         if numbers is None:

@@ -200,6 +200,15 @@ def begin_exchange(group: Any, kind: int, numbers: Sequence[int]) -> Callable[[]
     return finish
 
 
+def any_of(group: Any, flag: bool) -> bool:
+    """Whether the flag is set on any rank of a group. Every rank calls this, and waits here for all others.
+
+    Raises:
+        LostConnectionError: a rank is gone.
+    """
+    return bool(begin_exchange(group, ANY, [flag])().any())
+
+
 def all_gather(group: Group, mine: bytes) -> list[bytes]:
     """The bytes of all ranks of a group, in order. Every rank calls this, and waits here for all others.
 
