@@ -117,14 +117,14 @@ class TiedParameters:
         """
         compares = is_checked(self._steps)
         self._steps += 1
+        samples = {n: _sample(each.parameter) for n, each in self._tied} if compares else {}
         leaves: dict[tuple[int, int], Tensor | None] = {}
         for n, each in self._tied:
-            sample = _sample(each.parameter) if compares else None
             for stage in filter(runs.__contains__, each.stages):
                 leaf = leaves[n, stage] = _leaf(runs[stage], each)
                 for channel in self._others(each):
                     gradient = None if leaf is None else leaf.grad
-                    channel.send(("tied", stage, n), (gradient, sample), int(leaf is not None))
+                    channel.send(("tied", stage, n), (gradient, samples.get(n)), int(leaf is not None))
         drifted: list[tuple[Tied, int]] = []
         for n, each in self._tied:
             total: Tensor | None = None
@@ -138,7 +138,7 @@ class TiedParameters:
                 else:
                     worker = self._placement[stage]
                     (part, theirs), learns = _received(self._channels[worker], ("tied", stage, n))
-                    if theirs is not None and not _are_close(_sample(each.parameter), theirs, each.parameter.dtype):
+                    if theirs is not None and not _are_close(samples[n], theirs, each.parameter.dtype):
                         drifted.append((each, worker))
                 parts.append(part)
                 frozen += [] if learns else [stage]
