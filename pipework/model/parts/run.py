@@ -194,10 +194,15 @@ class PartRun:
 
     def _input(self, name: str, value: Any) -> Any:
         if input_name(name) in self._span.trace.changed:
-            value = mapped(Tensor, Tensor.clone, value)
-        else:
-            self._protect(input_name(name), value)
+            return mapped(Absent, self._absent_copy, mapped(Tensor, Tensor.clone, value))
+        self._protect(input_name(name), value)
         return mapped(Absent, self.absent, value)
+
+    def _absent_copy(self, form: Absent) -> Tensor:
+        """A tensor without values that the glue may change in place: it has memory of its own."""
+        copied = self.absent(form).clone()
+        self.mark_absent([copied])
+        return copied
 
     def _mapped_inputs(self, function: Callable[[str, Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a function makes of the name and the value of each input."""

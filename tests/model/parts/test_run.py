@@ -186,3 +186,26 @@ def test_a_sample_that_takes_the_way(way: str) -> None:
     pieces = zip(batch()["x"].chunk(4), batch()["labels"].chunk(4), strict=True)
     del model.forward
     assert torch.equal(loss, torch.stack([model(*piece) for piece in pieces]).mean())
+
+
+class ChangingOnce(nn.Module):
+    """Changes its input in place, and only the first layer reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x.add_(1.0)
+        y = x
+        for layer in self.layers:
+            y = layer(y)
+        return {"loss": (y - labels).square().mean(), "logits": y}
+
+
+def test_later_parts_change_an_input_in_place_that_they_do_not_get() -> None:
+    model, x, labels = ChangingOnce(), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    expected = model(x.clone(), labels)
+    attach(model, {"x": x.clone(), "labels": labels}, chunks=2, balance=[1, 1, 1])
+    found = model(x=x.clone(), labels=labels)
+    torch.testing.assert_close(found["loss"], expected["loss"])
