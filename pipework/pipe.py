@@ -176,7 +176,7 @@ class Pipe(Layers):
         # Of several processes all have the same doubts, and one says so.
         if self._warns and backend.data_parallel_rank == 0 and 0 in (here or [0]):
             alone = _doubts_about_no_mesh() if mesh is None and devices is None else []
-            for doubt in (*doubts_about(module, assignment, chunks, balance, backend.devices), *alone):
+            for doubt in (*doubts_about(assignment, chunks), *alone):
                 warn_caller(doubt)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module, chunks)

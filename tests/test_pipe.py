@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pipework import Pipe, PipeWarning
-from pipework.schedule import Schedule, fill_drain
+from pipework import Pipe
 from tests.helpers import MOVES
 
 
@@ -66,18 +65,6 @@ REFUSED = [
 def test_arguments_that_are_refused(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Pipe(**{"module": layers(), "devices": ["cpu"] * 2, **options})
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", fill_drain(2, 1)])
-def test_extra_devices_are_named_in_a_warning(schedule: str | Schedule) -> None:
-    message = r"4 devices for 2 workers: devices\[2\] \('cpu'\), devices\[3\] \('cpu'\) will be idle. Give as many"
-    chunks = 1 if isinstance(schedule, Schedule) else 4
-    with pytest.warns(PipeWarning, match=message) as caught:
-        assert len(Pipe(layers(), chunks, balance=[2, 2], devices=["cpu"] * 4, schedule=schedule).devices) == 2
-    assert caught[-1].filename == __file__
-    with pytest.warns(PipeWarning, match=r"3 devices for 1 worker: "):
-        Pipe(layers(), balance=[4], devices=["cpu"] * 3)
-    Pipe(nn.Sequential(), devices=["cpu"])
 
 
 def test_without_balance_and_devices_it_chooses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

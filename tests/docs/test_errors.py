@@ -40,10 +40,7 @@ REFUSED = {
 # What the section on warnings names, and words of the warning.
 WARNED_OF = {
     "one micro-batch for several workers": "chunks is 1",
-    "one worker for all layers": "one worker has all that the nn.Sequential has",
-    "idle devices": "will be idle",
     "hooks of a partition": "has hooks, which are not called",
-    "a module that was compiled as a whole": "was called before the pipe was made, which calls the layers one by one",
     "a pipe without the mesh": "this pipe has no mesh: each process trains",
     "other layers or hooks": "those that it was made of",
     "losses on which backward() is never called": "loss.backward() was called on none of the first ",
