@@ -113,9 +113,7 @@ def measure(case: Case, seconds: float, iterations: int | None) -> dict[str, obj
         "plan": (plan.seconds, max(held.total for held in plan.workers)),
         "schedule": plan.schedule.name,
         "chunks": plan.chunks,
-        "bound": plan.certificate.schedule_bound,
-        "any_bound": plan.certificate.any_bound,
-        "binding": plan.certificate.binding,
+        "bound": plan.bound,
         "searched": time.perf_counter() - began,
         "target": case.target,
         "memory": memory,
@@ -141,9 +139,8 @@ def main(argv: list[str] | None = None) -> None:
             note = "" if fits else "does not fit"
             rows.append([each["model"], name, f"{unit * seconds:.4g}", f"{size / 2**30:.3g} GiB", note])
         found = f"{each['schedule']}, {each['chunks']} micro-batches"
-        rows.append([each["model"], f"plan: {found}", f"{unit * step:.4g}", f"{held / 2**30:.3g} GiB", each["binding"]])
+        rows.append([each["model"], f"plan: {found}", f"{unit * step:.4g}", f"{held / 2**30:.3g} GiB", ""])
         rows.append([each["model"], "bound of its stages", f"{unit * each['bound']:.4g}", "", ""])
-        rows.append([each["model"], "bound of all plans", f"{unit * each['any_bound']:.4g}", "", ""])
         target = each["target"] or unit * best
         verdicts.append(Verdict(f"{each['model']}, a step", unit * step, target, "units" if each["target"] else "ms"))
     harness.print_table(["model", "choice", "step", "largest device", ""], rows)

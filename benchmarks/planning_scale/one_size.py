@@ -47,7 +47,7 @@ def main(workers: int, chunks: int, seconds: float) -> None:
         "seconds": time.perf_counter() - begin,
         "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
         "schedule": plan.schedule.name, "stages": plan.schedule.stages, "step": plan.seconds, "gap": plan.gap,
-        "bounds": [plan.certificate.schedule_bound, plan.certificate.any_bound], "progress": lines,
+        "bound": plan.bound, "progress": lines,
     }  # fmt: skip
     print(json.dumps(result))
 

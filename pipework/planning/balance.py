@@ -153,4 +153,4 @@ def _measured(
     check_initialised(module)
     tuples = tuple_rule(module)
     arguments = Sample(tuple(tuples.arguments(sample, module[0])), tuples=tuples)
-    return measure_stages(alone(module), [place] * len(module), arguments, seconds, cpu_workers=cpu_workers)[0]
+    return measure_stages(alone(module), [place] * len(module), arguments, seconds, cpu_workers=cpu_workers)

@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pipework.planning.certificate import certify
 from pipework.planning.plan import Plan, WorkerBytes
 from pipework.planning.stages import far_skips
 from pipework.schedule import (
@@ -17,7 +16,6 @@ from pipework.schedule import (
     Schedule,
     build,
     measure,
-    simulate,
     spread_evenly,
     with_recompute_on_stages,
     with_skips,
@@ -139,29 +137,24 @@ def _schedule_of(request: PlanRequest, choice: Choice, costs: Costs) -> Schedule
     return with_skips(made, skips) if skips else made
 
 
-def plan_of(
-    candidate: Candidate, any_bound: float, named: Mapping[str, float] | None = None, notes: Sequence[str] = ()
-) -> Plan:
+def plan_of(candidate: Candidate, named: Mapping[str, float] | None = None, notes: Sequence[str] = ()) -> Plan:
     """The plan of a candidate.
 
     Args:
         candidate: simulated already.
-        any_bound: the seconds that no plan undercuts.
         named: the seconds of the best candidate of each schedule with a name.
         notes: lines before those on what the profile has no numbers for.
     """
     request, choice = candidate.request, candidate.choice
-    simulation = simulate(candidate.schedule, candidate.costs)
     return Plan(
         devices=tuple(candidate.devices),
         balance=choice.balance,
         chunks=choice.chunks,
         batch=request.batch,
-        schedule=simulation.schedule,
+        schedule=candidate.schedule,
         costs=candidate.costs,
         workers=candidate.workers,
         layers=request.profile.layers,
-        certificate=certify(simulation, candidate.workers, choice.balance, any_bound),
         optimizer=request.optimizer,
         named=dict(named or {}),
         estimated=any(request.profile.kinds[kind].estimated for kind in request.kinds),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from pipework.schedule import (
     Simulation,
     Timeline,
     from_json,
+    lower_bounds,
     simulate,
     svg,
     to_csv,
@@ -29,21 +31,6 @@ from pipework.schedule.analysis.memory import SLACK
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.draw.units import aligned, counted, memory_text, time_text
 from pipework.schedule.edges import recomputed
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """Lower bounds of a step, in seconds, and what binds.
-
-    Attributes:
-        schedule_bound: no schedule of the plan's stages, micro-batches and recomputation is faster, within the limits.
-        any_bound: no plan is faster, whatever its cut, schedule and number of micro-batches among those asked for.
-        binding: what keeps the step from being shorter, in words.
-    """
-
-    schedule_bound: float
-    any_bound: float
-    binding: str
 
 
 @dataclass(frozen=True)
@@ -86,7 +73,6 @@ class Plan(SavedAsJson):
         costs: of the stages' actions, in seconds and bytes.
         workers: the bytes that each worker holds at most.
         layers: of the model.
-        certificate: lower bounds of the step.
         optimizer: the numbers that the optimizer keeps for each trained parameter.
         named: the seconds of the best candidate of each schedule that has a name, and fits.
         estimated: whether times are not measured.
@@ -107,7 +93,6 @@ class Plan(SavedAsJson):
     costs: Costs
     workers: tuple[WorkerBytes, ...]
     layers: tuple[LayerInfo, ...]
-    certificate: Certificate
     optimizer: float
     named: Mapping[str, float]
     estimated: bool = False
@@ -127,9 +112,7 @@ class Plan(SavedAsJson):
                 raise ValueError(f"the plan has {found} {what}, and its other parts are for {wanted}")
         positive_integers(batch=self.batch, **{f"balance[{stage}]": each for stage, each in enumerate(self.balance)})
         self.costs.spread(schedule.stages, len(schedule.skips))  # refuses those of other stages
-        bound = self.certificate
-        seconds = (bound.schedule_bound, bound.any_bound, self.profile_seconds or 0, *dict(self.named).values())
-        check_numbers("times of the plan", seconds)
+        check_numbers("times of the plan", (self.profile_seconds or 0, *dict(self.named).values()))
         check_numbers("numbers of the optimizer", (self.optimizer,))
         for held in self.workers:
             limit = 0 if held.limit == inf else held.limit
@@ -152,11 +135,27 @@ class Plan(SavedAsJson):
         """The predicted time of a step, without the optimizer."""
         return self.simulation.makespan
 
+    @cached_property
+    def bound(self) -> float:
+        """The seconds that no schedule undercuts with these stages, micro-batches, recomputation and limits."""
+        schedule, peaks = self.schedule, self.simulation.peak_memory
+        again = Counter(stage for stage, _ in recomputed(schedule))
+        return lower_bounds(
+            schedule.placement,
+            schedule.micro_batches,
+            self.costs,
+            memory_limit=[
+                max(held.limit - held.fixed - held.temporary, peak)
+                for held, peak in zip(self.workers, peaks, strict=True)
+            ],
+            recomputed=[again[stage] for stage in range(schedule.stages)],
+        ).makespan
+
     @property
     def gap(self) -> float:
-        """The excess of the step over the bound of all schedules of its stages, as a share of that."""
-        bound = self.certificate.schedule_bound
-        return self.seconds / bound - 1 if bound else 0.0
+        """The excess of the step over `bound`, as a share of `bound`."""
+        # Rounding may put a bound above what is reached.
+        return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0
 
     def __str__(self) -> str:
         schedule, step = self.schedule, self.seconds
@@ -183,7 +182,6 @@ class Plan(SavedAsJson):
                     "-" if held.limit == inf else memory_text(held.limit, "bytes"),
                 )
             )
-        bound = self.certificate
         rate = self.batch / step if step else inf
         rows_text = f"{'up to ' if self.batch % self.chunks else ''}{counted(-(-self.batch // self.chunks), 'row')}"
         lines = [
@@ -192,9 +190,7 @@ class Plan(SavedAsJson):
             *(line.rstrip() for line in aligned(rows, left={1, 2})),
             f"step {time_text(step, 's')} {'estimated' if self.estimated else 'predicted'}, "
             f"bubble {self.simulation.bubble:.1%}; {rate:{',.0f' if rate >= 100 else '.3g'}} rows a second",
-            f"lower bound {time_text(bound.schedule_bound, 's')} for these stages (gap {self.gap:.1%}), "
-            f"{time_text(bound.any_bound, 's')} for any plan",
-            f"what binds: {bound.binding}",
+            f"lower bound {time_text(self.bound, 's')} for these stages (gap {self.gap:.1%})",
         ]
         if self.named:
             best = sorted(self.named.items(), key=lambda item: item[1])[:3]
@@ -231,7 +227,6 @@ class Plan(SavedAsJson):
     def _written(self) -> dict[str, Any]:
         return {
             **{name: value for name, value in vars(self).items() if name in self.__dataclass_fields__},
-            "certificate": vars(self.certificate),
             "workers": [{**vars(held), "limit": None if held.limit == inf else held.limit} for held in self.workers],
             "costs": {name: value for name, value in asdict(self.costs).items() if value is not None},
             "schedule": json.loads(to_json(self.schedule)),
@@ -240,10 +235,10 @@ class Plan(SavedAsJson):
     @classmethod
     def _read(cls, fields: dict[str, Any]) -> dict[str, Any]:
         workers = ({**each, "limit": inf if each["limit"] is None else each["limit"]} for each in fields["workers"])
+        fields.pop("certificate", None)  # plans had one before
         return {
             **fields,
             **{name: tuple(fields[name]) for name in ("devices", "balance", "notes")},
-            "certificate": Certificate(**fields["certificate"]),
             "workers": tuple(WorkerBytes(**each) for each in workers),
             "costs": Costs(**fields["costs"]),
             "layers": tuple(LayerInfo(*each) for each in fields["layers"]),

@@ -9,7 +9,6 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pipework.planning.candidate import Candidate, plan_of
-from pipework.planning.certificate import any_plan_bound
 from pipework.planning.request import make_request, memory_size
 from pipework.planning.search import Search, SearchBudget, checked_budget, choices
 from pipework.schedule.draw.units import counted, memory_text
@@ -94,9 +93,8 @@ def best_plans(
         raise no_plan_fits(request, found.devices, found.workers)
     others = sorted(search.named.values(), key=lambda each: each.rank)
     others = [each for each in others if each is not found and each.seconds <= within * found.seconds]
-    bound = any_plan_bound(request)
     seconds_of = {name: each.seconds for name, each in search.named.items()}
-    return [plan_of(each, bound, seconds_of) for each in (found, *others[:named])]
+    return [plan_of(each, seconds_of) for each in (found, *others[:named])]
 
 
 def _search_for_memory(request: PlanRequest, budget: SearchBudget) -> tuple[Search, Candidate]:

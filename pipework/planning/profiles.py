@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipework.planning.candidate import Choice, evaluate, plan_of
-from pipework.planning.certificate import any_plan_bound
 from pipework.planning.json_file import SavedAsJson, check_numbers
 from pipework.planning.layer_costs import (
     DeviceKind,
@@ -211,7 +210,7 @@ class Profile(SavedAsJson):
             for worker, held in enumerate(candidate.workers)
             if not held.fits
         ]
-        return plan_of(candidate, any_plan_bound(request), notes=notes)
+        return plan_of(candidate, notes=notes)
 
     def at(self, rows: int) -> MicroBatchProfile:
         """Seconds and bytes for a micro-batch of some rows: measured, or on the line through the nearest two that were.

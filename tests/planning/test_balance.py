@@ -122,7 +122,7 @@ def test_on_mixed_devices_each_layer_counts_with_its_time_on_the_device_that_run
     # The meta device stands for a second kind that is always there.
     def measured(stages, places, *_, **__):
         seconds = {"cpu": 2.0, "meta": 8.0}[places[0].type]
-        return [Measured(LayerSeconds(seconds, 0.0, 0.0), None)] * len(stages), ()
+        return [Measured(LayerSeconds(seconds, 0.0, 0.0), None)] * len(stages)
 
     monkeypatch.setattr("pipework.planning.balance.measure_stages", measured)
     module = nn.Sequential(*(nn.ReLU() for _ in range(5)))

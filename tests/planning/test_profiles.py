@@ -129,7 +129,7 @@ def test_costs_are_those_by_which_plans_are_found(schedule: str) -> None:
     plan = settings(balance=[3, 5], schedule=schedule, checkpoint="never")
     found = named(make_request(PROFILE, TWO, chunks=8), [3, 5], schedule)
     assert (plan.seconds, plan.workers) == (found.seconds, found.workers)
-    assert plan.certificate.any_bound <= plan.certificate.schedule_bound <= plan.seconds
+    assert plan.bound <= plan.seconds
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import pipework
 from pipework.assignment.partition import chosen_devices, not_sequential
-from pipework.planning.certificate import certify
 from pipework.planning.measuring.links import device_kind
 from pipework.planning.measuring.on_ranks import plan_on_ranks
 from pipework.planning.measuring.predict import predict_step
@@ -370,11 +369,6 @@ def measured_plan(
         known={name: getattr(source, name) for name in names},
     )
     notes = plan.notes
-    if recorded is None and found.measured_on_cpu:
-        which = ", ".join(map(str, found.measured_on_cpu))
-        notes += (
-            f"stage {which} was measured on the CPU, because its device ran out of memory: its times are the CPU's",
-        )
     if found.seconds > _SLOWED * plan.seconds > 0:
         notes += (
             f"its step takes {found.seconds / plan.seconds:.2g} times what it would with layers as fast as alone: "
@@ -389,14 +383,10 @@ def measured_plan(
     for device, size, peak in zip(plan.devices, held, peaks, strict=True):
         rest = max(0.0, found.device_bytes[torch.device(device)] - own[device]) / plan.devices.count(device)
         workers.append(WorkerBytes(size - peak, peak, rest, limits[device]))
-    # The bound of all plans comes from the profile, in which other layers may have been measured too long.
-    bound = min(plan.certificate.any_bound, found.seconds)
-    certificate = certify(found.simulation, workers, plan.balance, bound)
     return replace(
         plan,
         notes=notes,
         costs=found.costs,
         workers=tuple(workers),
-        certificate=certificate,
         profile_seconds=plan.seconds,
     )

@@ -66,8 +66,6 @@ class Prediction:
         simulation: of the schedule with these costs.
         device_bytes: the most that each device holds at one moment of a step: the parts of `stages`, the mini-batch,
             messages, temporary tensors, and what the optimizer's step needs.
-        measured_on_cpu: the stages that could not be measured on their device, which had no memory left for it. Their
-            bytes are right, their times are those of the CPU.
     """
 
     devices: tuple[torch.device, ...]
@@ -75,7 +73,6 @@ class Prediction:
     costs: Costs
     simulation: Simulation
     device_bytes: Mapping[torch.device, int] = field(default_factory=dict)
-    measured_on_cpu: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -105,11 +102,6 @@ class Prediction:
             f"largest worker {readable_bytes(max(self.worker_bytes))}",
             f"at most {at_once} at once",
         ]
-        if self.measured_on_cpu:
-            which = ", ".join(map(str, self.measured_on_cpu))
-            lines.append(
-                f"measured on the CPU, because the device ran out of memory: stage {which}; its times are the CPU's"
-            )
         return "\n".join(lines)
 
 
@@ -144,7 +136,7 @@ def predict_step(
     """
     known = known or {}
     split_stages = schedule.split_stages
-    measured, elsewhere = measure_stages(
+    measured = measure_stages(
         partitions,
         devices,
         largest_sample(split, targets, loss, tuples),
@@ -180,7 +172,7 @@ def predict_step(
         peaks[device] = fixed + max(peak, sum(stages[n].gradients for n in own) + step)
     peaks[devices[0]] += sum(map(bytes_of, split.tensors))
     peaks[devices[-1]] += sum(bytes_of(tensor) for tensors, _ in targets or () for tensor in tensors)
-    return Prediction(tuple(devices), tuple(stages), simulation.costs, simulation, peaks, elsewhere)
+    return Prediction(tuple(devices), tuple(stages), simulation.costs, simulation, peaks)
 
 
 def _stage_bytes(partition: nn.Sequential, activations: int) -> StageBytes:

@@ -28,7 +28,6 @@ from pipework.model.sequential import TupleRule
 from pipework.planning.layer_costs import LayerSeconds
 from pipework.planning.measuring.storage_meter import StorageMeter
 from pipework.runtime.device import is_accelerator
-from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.runtime.skips import skip_tracker
 from pipework.runtime.stage.recomputation import MutableBuffers
 from pipework.schedule.draw.units import memory_text
@@ -139,7 +138,7 @@ def measure_stages(
     cpu_workers: int = 1,
     split: Collection[int] = (),
     clock: Clock | None = None,
-) -> tuple[list[Measured], tuple[int, ...]]:
+) -> list[Measured]:
     """Runs copies of the stages, one after the other.
 
     Args:
@@ -152,33 +151,31 @@ def measure_stages(
         split: the stages whose backward is split.
         clock: in place of that of the device; entered for each pass that is timed.
 
-    Returns:
-        What was measured, and which stages ran on the CPU instead of their device, because it had no memory left.
+    Raises:
+        torch.OutOfMemoryError: a stage alone needs more memory than its device has left; a note names the stage.
     """
     tracker = Tracker()
     value: Any = (sample.arguments, sample.keywords)
     trains = not any(part.training for partition in partitions for layer in partition for part in layer.modules())
     measured: list[Measured] = []
-    elsewhere: list[int] = []
     for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
-        for place in (device, torch.device("cpu")):
-            try:
-                with traceless(place, cpu_workers):
-                    tracker.device, timer = place, clock or functools.partial(_clock_of, place)
-                    is_last = number == len(partitions) - 1
-                    own = sample if is_last else replace(sample, loss=None)
-                    layers = [layer.to(place) for layer in copy.deepcopy(partition)]
-                    for layer in layers:
-                        layer.zero_grad(set_to_none=True)
-                        if trains:
-                            layer.train()
-                    stage = StageCopy(layers, tracker, own, timer, is_first=number == 0, splits=number in split)
-                    one, value = stage.measure(value, seconds, is_last=is_last)
-                break
-            except RuntimeError as error:
-                if not (is_accelerator(place) and is_out_of_memory(error)):
-                    raise
-                elsewhere.append(number)
+        is_last = number == len(partitions) - 1
+        try:
+            with traceless(device, cpu_workers):
+                tracker.device, timer = device, clock or functools.partial(_clock_of, device)
+                own = sample if is_last else replace(sample, loss=None)
+                layers = [layer.to(device) for layer in copy.deepcopy(partition)]
+                for layer in layers:
+                    layer.zero_grad(set_to_none=True)
+                    if trains:
+                        layer.train()
+                stage = StageCopy(layers, tracker, own, timer, is_first=number == 0, splits=number in split)
+                one, value = stage.measure(value, seconds, is_last=is_last)
+        except RuntimeError as error:
+            error.add_note(
+                f"pipework: while a copy of stage {number}, layers {list(partition._modules)}, ran on {device}"
+            )
+            raise
         measured.append(one)
         if report is not None:
             first, *others = (f"{each:.3g} s" for each in one.seconds)
@@ -187,7 +184,7 @@ def measure_stages(
                 f"stage {number + 1} of {len(partitions)}: forward {first}, backward {' and '.join(others)}, "
                 f"activations of a micro-batch {held}"
             )
-    return measured, tuple(elsewhere)
+    return measured
 
 
 class StageCopy:

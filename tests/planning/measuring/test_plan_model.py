@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from pipework import Pipe, Plan, plan, pop, skippable, stash
 from pipework.planning import profile
-from pipework.planning.measuring.stage_copy import measure_stages
 from pipework.planning.plan import WorkerBytes
 from pipework.planning.request import memory_bytes
 from pipework.schedule.draw.units import time_text
@@ -66,17 +65,6 @@ def test_the_plan_is_the_fastest_that_was_tried(monkeypatch: pytest.MonkeyPatch)
 
 def no_memory(*_: Any) -> None:
     raise MemoryError
-
-
-def test_a_note_says_that_a_stage_was_measured_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_memory(*arguments: Any, **options: Any) -> Any:
-        return measure_stages(*arguments, **options)[0], (1,)
-
-    monkeypatch.setattr("pipework.planning.measuring.predict.measure_stages", without_memory)
-    note = "stage 1 was measured on the CPU, because its device ran out of memory: its times are the CPU's"
-    assert note not in plan(layers(), X, **OPTIONS).notes  # its times are those of steps
-    monkeypatch.setattr("pipework.planning.measuring.plan_model.run_steps", no_memory)
-    assert note in plan(layers(), X, **OPTIONS).notes
 
 
 def test_a_limit_is_met_by_what_was_measured() -> None:
