@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
 from pipework.assignment.assignment import assign
-from pipework.assignment.from_plan import planned_arguments
+from pipework.assignment.from_plan import planned
 from pipework.integrations import adapter_for
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.marks import checked_pieces
@@ -25,7 +25,7 @@ from pipework.model.parts.sample import LossPlace, arguments_of, as_given, singl
 from pipework.model.row_dimensions import Layout
 from pipework.pipe import Pipe, backend_for
 from pipework.planning.balance import balance_by_time
-from pipework.schedule.edges import recomputed
+from pipework.settings import Settings
 from pipework.signatures import positional_names, signature_of
 from pipework.values import nested
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     import pipework
-    from pipework.backend import Backend
     from pipework.distributed.mesh import Mesh
     from pipework.model.marks import OwnSplit, Piece
     from pipework.planning.plan import Plan
@@ -173,6 +172,7 @@ def attach(
         >>> model.blocks[0].weight.grad.shape
         torch.Size([4, 4])
     """
+    settings = Settings.of(locals())
     if isinstance(model.__dict__.get("forward"), AttachedForward):
         raise ValueError(
             f"a pipe is attached to this {type(model).__name__} already: use that one, or take it off with "
@@ -208,13 +208,8 @@ def attach(
             lambda labels: cuttable.result_of(*with_argument(signature, *cuttable.sample, target, labels)),
         )
     if plan is not None:
-        own = chunks, checkpoint, balance, devices, schedule
-        told = planned_arguments(plan, cuttable.sequential(), *own, usual="1f1b", on_ranks=mesh is not None)
-        chunks, balance, devices, schedule = told
-        checkpoint = "except_last" if recomputed(schedule) else "never"
-    elif balance is None:
-        balance = _balance(cuttable, schedule, chunks, backend_for(mesh, devices))
-    layers = cuttable.sequential(balance)
+        settings = planned(settings, cuttable.sequential(), usual="1f1b")
+    layers = cuttable.sequential(_balance(cuttable, settings) if settings.balance is None else settings.balance)
     if check and mesh is None:
         check_parts(cuttable, layers)
         weighed = Weighed(
@@ -231,25 +226,11 @@ def attach(
             rows = [(tuple(inputs), dict(named)) for inputs, named, _ in pieces]
         kind = "row" if own_split is None else "micro-batch"
         check_loss(cuttable, rows, kind, functools.partial(LossOf(place), target=None), weighed)
-    pipe = Pipe(
-        layers,
-        chunks,
-        checkpoint,
-        balance=[1] * len(balance),
-        devices=devices,
-        schedule=schedule,
-        loss_fn=LossOf(place),
-        loss_reduction=loss_reduction,
-        loss_weight=loss_weight,
-        grad_scaler=grad_scaler,
-        deferred_batch_norm=deferred_batch_norm,
-        mesh=mesh,
-        split=own_split,
-        debug=debug,
-    )
+    own: dict[str, Any] = {"loss_fn": LossOf(place), "loss_weight": loss_weight, "split": own_split}
+    own |= {"balance": [1] * len(layers), "plan": None}  # the plan is of units
+    pipe = Pipe(layers, **vars(settings) | own)
+    pipe._executor.settings = replace(pipe._executor.settings, plan=plan)
     pipe._executor.know(layout)
-    if plan is not None:
-        pipe._plan = plan  # the pipe was given its stages; this plan is of units
     here = [layer for layer in layers if layer in set(pipe)]
     take_over(
         cuttable.containers,
@@ -475,10 +456,10 @@ _WRAPPERS: Final = {
 }
 
 
-def _balance(cuttable: Cuttable, schedule: str | Schedule | ScheduleSpec, chunks: int, backend: Backend) -> list[int]:
+def _balance(cuttable: Cuttable, settings: Settings) -> list[int]:
     """How many units each stage has so that all take equally long; by their parameters where that is not measured."""
-    layers = cuttable.sequential()
-    assignment = assign(layers, schedule, chunks, None, backend.devices)
+    layers, backend = cuttable.sequential(), backend_for(settings.mesh, settings.devices)
+    assignment = assign(layers, settings.schedule, settings.chunks, None, backend.devices)
     balance = list(assignment.partitioning.balance)
     tensors = [*cuttable.model.parameters()]
     if not backend.is_whole or any(each.is_meta or each.grad is not None for each in tensors) or len(balance) < 2:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pipework.runtime.transport import Transport
     from pipework.runtime.worker_threads import WorkerThreads
     from pipework.schedule import Action, Interval
+    from pipework.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class PipeSpec:
         assignment: stages, workers and schedule.
         partitions: the layers of all stages.
         skips: the skip connections between them.
-        settings: the pipe's other arguments, as JSON values.
+        settings: what the user asked for.
+        key: of the random values of layers on the meta device; None: there are none.
         tensors: the parameters and buffers of this process's stages, by name.
-        grad_scaler: of the pipe; None: there is none.
         open_workers: starts the pipe's workers, if they do not run, and passes them to `Backend.use`.
     """
 
@@ -49,9 +50,9 @@ class PipeSpec:
     assignment: Assignment
     partitions: Sequence[nn.Sequential]
     skips: Sequence[Skip]
-    settings: Mapping[str, Any]
+    settings: Settings
+    key: int | None
     tensors: Iterable[tuple[str, Tensor]]
-    grad_scaler: torch.amp.GradScaler | None
     open_workers: Callable[[], object]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ from pipework.runtime.skips.skip import Skip
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
 from pipework.runtime.stage.loss import total
 from pipework.runtime.step import Step, StepOptions
+from pipework.settings import CHECK_FINITE, ONE_THREAD
 from pipework.signatures import positional_names
 from pipework.skip.layout import skip_edges, verify_skippables
 from pipework.spot_checks import FIRST
@@ -43,59 +43,17 @@ if TYPE_CHECKING:
 
     from pipework.assignment.assignment import Assignment
     from pipework.backend import Backend
-    from pipework.model.loss.settings import LossSettings
-    from pipework.model.marks import OwnSplit
     from pipework.model.sequential import TupleRule
     from pipework.planning.measuring.predict import Prediction
     from pipework.runtime.engine import Engine
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.transport import Message
     from pipework.schedule import Schedule
+    from pipework.settings import Settings
     from pipework.timeline import Recording
 
 
-CHECK_FINITE: Final = "check_finite"
-ONE_THREAD: Final = "one_thread"
-
-
-def checked_debug(debug: str | Iterable[str]) -> frozenset[str]:
-    """The names in `debug` of `Pipe`.
-
-    Raises:
-        ValueError: a name is unknown.
-
-    Example:
-        >>> checked_debug("one_thread")
-        frozenset({'one_thread'})
-    """
-    names = [debug] if isinstance(debug, str) else list(debug)
-    for name in names:
-        if name not in (CHECK_FINITE, ONE_THREAD):
-            raise ValueError(f"debug is one or several of 'check_finite' and 'one_thread': got {name!r}")
-    return frozenset(names)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a pipe was made with, as far as a mini-batch needs it.
-
-    Attributes:
-        loss: see `LossSettings`.
-        tuples: how a tuple reaches a layer.
-        chunks: see `Pipe`.
-        checkpoint: see `Pipe`; `AS_SCHEDULED` if the schedule of the pipe itself says what is recomputed.
-        split: see `Pipe`.
-        debug: see `Pipe`.
-        warns: whether a `PipeWarning` is given of what is probably not meant.
-    """
-
-    loss: LossSettings
-    tuples: TupleRule
-    chunks: int
-    checkpoint: str
-    split: OwnSplit | None = None
-    debug: frozenset[str] = frozenset()
-    warns: bool = True
+_PADDING_CHECKS: Final = 16  # mini-batches in which padded targets are looked for
 
 
 class PreparedBatch(NamedTuple):
@@ -121,8 +79,10 @@ class Executor:
         partitions: the layers of all stages; only those of `here` are kept.
         here: the stages of this process.
         settings: of the pipe; may be replaced between mini-batches.
+        tuples: how a tuple reaches a layer.
 
     Attributes:
+        warns: whether a `PipeWarning` is given of what is probably not meant.
         recording: receives the actions of mini-batches; None: nothing is recorded.
         recorded_step: the number of the next mini-batch for it.
     """
@@ -134,11 +94,14 @@ class Executor:
         partitions: Sequence[nn.Sequential],
         here: Sequence[int],
         settings: Settings,
+        tuples: TupleRule,
     ) -> None:
         self._assignment = assignment
         self._backend = backend
         self._partitions = {stage: partitions[stage] for stage in here}
         self.settings = settings
+        self.tuples = tuples
+        self.warns = True
         self._layout: Layout | None = None
         self._layout_is_fixed = False
         self.recording: Recording | None = None
@@ -148,7 +111,7 @@ class Executor:
         self._programs: dict[tuple[int, str, bool], Program] = {}
         self._expect_new_layers()
         self._undelivered = UndeliveredLosses()
-        self._scaler_checks = FIRST
+        self._scaler_checks, self._padding_checks = FIRST, _PADDING_CHECKS
         self._deferred: list[DeferredBatchNorm] = []
         self._engine: Engine | None = None
         self._make_locks()
@@ -233,7 +196,7 @@ class Executor:
         own = own or split
 
         # 3. The targets are cut likewise, the schedule is looked up, and the losses get their weights.
-        trains, warns, settings = training and context.grad, self.settings.warns, self.settings.loss
+        trains, warns, settings = training and context.grad, self.warns, self.settings
         targets, weighing = None, split.rows
         if call.has_target and self._backend.is_last:
             targets, weighing = split.targets(cut_target, device, self._end_ranks, self._known_layout)
@@ -246,9 +209,10 @@ class Executor:
         shows = warns and split.is_cut and len(split.rows) > 1  # how the layers and the loss treat rows
         inner, padding = None, None
         if call.has_target:
-            if targets is not None and warns:
+            if targets is not None and warns and self._padding_checks > 0:
                 padding = settings.padding_warning(targets, weighing)
-            checks_loss = shows and self._checks_loss and targets and may_be_other(settings.function)
+                self._padding_checks = 0 if padding else self._padding_checks - 1
+            checks_loss = shows and self._checks_loss and targets and may_be_other(settings.loss_fn)
             seen = list[Any]() if checks_loss else None
             inner = settings.inner(
                 targets, weighing, device, grad=context.grad, keeps_output=return_output, scale=scale, seen=seen
@@ -352,7 +316,7 @@ class Executor:
             call: what all processes know of it.
         """
         first, last = self._end_ranks
-        loss, error, trains = self.settings.loss, None, call.training and call.grad
+        loss, error, trains = self.settings, None, call.training and call.grad
         if trains and not call.has_target and not program.loss_may_be_outside:
             error = loss.missing_target(program.schedule.name, reader=last)
         elif trains and not call.has_target and last is not None and not call.everywhere:
@@ -377,7 +341,7 @@ class Executor:
 
     def _lacks_scaler(self, step: Step, context: CallerContext) -> bool:
         """Whether float16 gradients were computed without a scale; looked at in the first training steps."""
-        if self.settings.loss.grad_scaler is not None or not self._scaler_checks:
+        if self.settings.grad_scaler is not None or not self._scaler_checks:
             return False
         self._scaler_checks -= 1
         dtypes = {parameter.dtype for stage in step.stages for parameter in step.parameters(stage)}
@@ -393,7 +357,7 @@ class Executor:
             return PreparedBatch(split, None, None)
         device = self._devices[-1]
         targets, weighing = split.targets(target, device, layout=self._known_layout)
-        loss = self.settings.loss.inner(targets, weighing, device, grad=grad, keeps_output=keeps_output)
+        loss = self.settings.inner(targets, weighing, device, grad=grad, keeps_output=keeps_output)
         return PreparedBatch(split, targets, loss)
 
     def predict(
@@ -406,15 +370,15 @@ class Executor:
         count = len(batch.split.micro_batches)
         plain = Program(self._assignment.schedule(count))
         if target is None and not plain.loss_may_be_outside:
-            raise self.settings.loss.missing_target(plain.schedule.name, call="pipe.predict")
+            raise self.settings.missing_target(plain.schedule.name, call="pipe.predict")
         schedule = self._program(count, self.settings.checkpoint, inside=target is not None).schedule
         stages = list(self._partitions.values())
-        return predict_step(stages, self._devices, schedule, *batch, self.settings.tuples, **options)
+        return predict_step(stages, self._devices, schedule, *batch, self.tuples, **options)
 
     def schedule(self, micro_batches: int | None) -> Schedule:
         """See `Pipe.schedule`."""
         count = self.settings.chunks if micro_batches is None else micro_batches
-        outside = self.settings.loss.function is None and self.loss_may_be_outside(count)
+        outside = self.settings.loss_fn is None and self.loss_may_be_outside(count)
         return self._program(count, self.settings.checkpoint, inside=not outside).schedule
 
     def loss_may_be_outside(self, micro_batches: int) -> bool:
@@ -445,8 +409,8 @@ class Executor:
                     self._assignment.placement,
                     self.skips,
                     backend=self._backend,
-                    tuples=self.settings.tuples,
-                    loss=self.settings.loss.function if isinstance(self.settings.loss.function, nn.Module) else None,
+                    tuples=self.tuples,
+                    loss=self.settings.loss_fn if isinstance(self.settings.loss_fn, nn.Module) else None,
                     one_thread=ONE_THREAD in self.settings.debug,
                 )
                 self._backend.use(self._engine.workers)

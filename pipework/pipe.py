@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from copy import copy
-from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -13,17 +12,15 @@ from torch import nn
 from pipework.assignment.assignment import assign, doubts_about
 from pipework.assignment.partition import split_layers
 from pipework.backend import Backend, PipeSpec
-from pipework.executor import Executor, Settings, checked_debug
+from pipework.executor import Executor
 from pipework.model.batchnorm import convert_deferred_batch_norm
-from pipework.model.checkpoint import AS_SCHEDULED, MODES
 from pipework.model.layers import Layers, WrappedModule, refuse_own_behaviour
-from pipework.model.loss.settings import LossSettings, function_identity
 from pipework.model.materialize import on_meta
 from pipework.model.sequential import tuple_rule
-from pipework.model.state_names import state_tensors
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
+from pipework.settings import Settings
 from pipework.skip.layout import verify_skippables
 from pipework.timeline import Recording
 from pipework.timeline.recording import checked_step
@@ -36,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data.distributed import DistributedSampler
 
+    from pipework.assignment.assignment import Assignment
     from pipework.attached import AttachedModel
     from pipework.backend import ProcessGroupView
     from pipework.distributed.mesh import Mesh
@@ -119,7 +117,7 @@ class Pipe(Layers):
     """
 
     _own_attributes: ClassVar[frozenset[str]] = Layers._own_attributes | {
-        "_assignment", "_backend", "_defers", "_executor", "_plan", "_wrapped",
+        "_assignment", "_backend", "_executor", "_wrapped",
     }  # fmt: skip
     _executor_type: ClassVar[type[Executor]] = Executor
     _warns: ClassVar[bool] = True  # of what is probably not meant; see `PipeWarning`
@@ -144,90 +142,49 @@ class Pipe(Layers):
         split: OwnSplit | None = None,
         debug: str | Iterable[str] = (),
     ) -> None:
-        self._plan = plan
-        if plan is not None:
-            from pipework.assignment.from_plan import planned_arguments  # seldom needed
+        # 1. What was asked for is checked; what a plan decides is added.
+        settings = Settings.of(locals())
+        if settings.plan is not None:
+            from pipework.assignment.from_plan import planned  # seldom needed
 
-            chunks, balance, devices, schedule = planned_arguments(
-                plan, module, chunks, checkpoint, balance, devices, schedule, on_ranks=mesh is not None
-            )
-        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-            raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
-        if checkpoint not in MODES:
-            raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never': got {checkpoint!r}")
-        debug = checked_debug(debug)
-        loss = LossSettings(loss_fn, loss_reduction, loss_weight, grad_scaler)
+            settings = planned(settings, module)
         if isinstance(module, nn.Sequential):
             refuse_own_behaviour(module)
             verify_skippables(module)
+        # 2. Which worker and which device has which layers.
         with ShortTracebacks():
-            backend = backend_for(mesh, devices)
-            assignment = assign(module, schedule, chunks, balance, backend.devices)
+            backend = backend_for(settings.mesh, settings.devices)
+            assignment = assign(module, settings.schedule, settings.chunks, settings.balance, backend.devices)
             here = backend.own_stages(assignment)
-        if plan is not None:
-            checkpoint = AS_SCHEDULED
-        elif assignment.recomputes:
-            if checkpoint != "except_last":  # which is the default
-                raise ValueError(
-                    f"checkpoint is {checkpoint!r}, but the schedule says itself what is recomputed: leave checkpoint= "
-                    "out, or R out of the schedule"
-                )
-            checkpoint = AS_SCHEDULED
         # Of several processes all have the same doubts, and one says so.
         if self._warns and backend.data_parallel_rank == 0 and 0 in (here or [0]):
-            alone = _doubts_about_no_mesh() if mesh is None and devices is None else []
-            for doubt in (*doubts_about(assignment, chunks), *alone):
-                warn_caller(doubt)
-        if deferred_batch_norm:
-            convert_deferred_batch_norm(module, chunks)
-        stages = range(len(assignment.placement))
+            _warn_of_doubts(assignment, settings)
+        # 3. The layers go there; this process is the container of its own.
+        if settings.deferred_batch_norm:
+            convert_deferred_batch_norm(module, settings.chunks)
         key = draw_key() if any(map(on_meta, module)) else None
         partitions = split_layers(module, assignment.partitioning, key, here)
         refuse_shared_statistics(partitions)
-        super().__init__(
-            {stage: partitions[stage] for stage in here},
-            [assignment.partitioning.devices[stage] for stage in here],
-            [sum(assignment.partitioning.balance[:stage]) for stage in here],
-            key,
-            {
-                name
-                for stage in stages
-                if stage not in here
-                for name in (*partitions[stage]._modules, *state_tensors(partitions[stage]))
-            },
-        )
-        self._backend = backend
-        self._assignment = assignment
-        self._defers = bool(deferred_batch_norm)
-        settings = Settings(loss, tuple_rule(module), chunks, checkpoint, split, debug, self._warns)
-        executor = self._executor = self._executor_type(assignment, backend, partitions, here, settings)
-        told = {
-            "chunks": chunks,
-            "checkpoint": checkpoint,
-            "deferred_batch_norm": bool(deferred_batch_norm),
-            "loss_reduction": loss_reduction,
-            "loss_fn": function_identity(loss_fn),
-            "loss_weight": function_identity(loss_weight),
-            "split": function_identity(split),
-            "debug": sorted(debug),
-            "grad_scaler": grad_scaler is not None,
-            "training": module.training,
-            "random key of layers on the meta device": key,
-        }
+        super().__init__(partitions, assignment.partitioning.devices, here, key)
+        # 4. What runs them; all processes agree that they have the same pipe.
+        self._backend, self._assignment = backend, assignment
+        make = self._executor_type
+        executor = self._executor = make(assignment, backend, partitions, here, settings, tuple_rule(module))
+        executor.warns = self._warns
         own = [*self.named_parameters(), *self.named_buffers()]
-        skips, open_workers = executor.skips, executor.engine_in_use
         with ShortTracebacks():
-            backend.join(PipeSpec(module, assignment, partitions, skips, told, own, grad_scaler, open_workers))
-        loss.place(self.output_device)
+            workers = executor.engine_in_use
+            backend.join(PipeSpec(module, assignment, partitions, executor.skips, settings, key, own, workers))
+        settings.place(self.output_device)
         self.training = module.training
         self._wrapped = WrappedModule(module if self._warns else None)
 
-    _refused_attributes = Layers._refused_attributes | frozenset(signature(__init__).parameters) - {"self", "module"}
+    _refused_attributes = Layers._refused_attributes | frozenset(Settings.names())
 
     @property
     def plan(self) -> Plan | None:
         """The plan that the pipe follows; None: it has none."""
-        return self._plan
+        return self._executor.settings.plan
 
     @property
     def chunks(self) -> int:
@@ -404,7 +361,7 @@ class Pipe(Layers):
         """
         if outputs not in ("last", "all"):
             raise ValueError(f"outputs is not one of 'last' or 'all': got {outputs!r}")
-        if return_output and self._executor.settings.loss.function is None and (target is not None or not self.is_last):
+        if return_output and self._executor.settings.loss_fn is None and (target is not None or not self.is_last):
             raise ValueError(
                 "the last layer returns the loss, so there is no output to return: give the pipe a loss_fn"
             )
@@ -572,7 +529,8 @@ class Pipe(Layers):
 
     def _prepared(self, layer: nn.Module) -> nn.Module:
         self._executor.layer_replaced()
-        return convert_deferred_batch_norm(layer, self.chunks) if self._defers else layer
+        settings = self._executor.settings
+        return convert_deferred_batch_norm(layer, settings.chunks) if settings.deferred_batch_norm else layer
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, each with an executor of its own."""
@@ -580,12 +538,15 @@ class Pipe(Layers):
         return {**self.__dict__, "_executor": copy(self._executor)}
 
 
-def _doubts_about_no_mesh() -> list[str]:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return []
-    from pipework.distributed.mesh import doubt_about_no_mesh  # as below
+def _warn_of_doubts(assignment: Assignment, settings: Settings) -> None:
+    doubts = doubts_about(assignment, settings.chunks)
+    alone = settings.mesh is None and settings.devices is None and torch.distributed.is_available()
+    if alone and torch.distributed.is_initialized():
+        from pipework.distributed.mesh import doubt_about_no_mesh  # needs torch.distributed, which a build may lack
 
-    return [text for text in [doubt_about_no_mesh()] if text]
+        doubts += filter(None, [doubt_about_no_mesh()])
+    for doubt in doubts:
+        warn_caller(doubt)
 
 
 def backend_for(mesh: Mesh | DeviceMesh | None, devices: Sequence[int | str | torch.device] | None) -> Backend:

@@ -222,15 +222,15 @@ class _Checks:
         ]
         if norms:
             return [_BATCH_NORM.format(", ".join(norms[:3]))]
-        settings, loss = self._runs.executor.settings.loss, []
+        settings, loss = self._runs.executor.settings, []
         if kinds.get("loss") and entire["loss"]:  # it is in this process
             whole, pieces = (float(each["loss"]["the loss"]) for each in (entire, pipe))
-            weighed = "rows" if settings.weight is None else "loss_weight"
-            way = "sum" if settings.reduction == "sum" else f"mean by {weighed}"
+            weighed = "rows" if settings.loss_weight is None else "loss_weight"
+            way = "sum" if settings.loss_reduction == "sum" else f"mean by {weighed}"
             loss = [_LOSS.format(whole, pieces, way, self._runs.micro_batches)]
         if kinds.get("outputs") == "":
             return loss if kinds.get("loss") else [_BACKWARD]
-        return [_ROWS, _CUT, *([_OF_LAYER] if settings.function is None else [])]
+        return [_ROWS, _CUT, *([_OF_LAYER] if settings.loss_fn is None else [])]
 
 
 def _table(

@@ -73,18 +73,18 @@ MAY_IMPORT = {
     "verify": {"saving", "schedule.draw", "testing"},
     "device_check": {"pipe", "skip", "testing"},
     "backend": {"runtime"},
+    "settings": {"model", "model.loss", "schedule"},
     "executor": {
-        "autograd", "backend", "model", "model.loss", "planning.measuring", "runtime",
-        "runtime.random", "runtime.skips", "runtime.stage", "schedule", "skip", "values",
+        "autograd", "backend", "model", "model.loss", "planning.measuring", "runtime", "runtime.random",
+        "runtime.skips", "runtime.stage", "settings", "skip",
     },
     "pipe": {
-        "assignment", "backend", "distributed", "executor", "model", "model.loss",
-        "runtime.random", "runtime.stage", "schedule", "skip", "summary", "timeline", "verify",
+        "assignment", "backend", "distributed", "executor", "model", "runtime.random", "runtime.stage", "settings",
+        "skip", "summary", "timeline", "verify",
     },
     "integrations": {"model.parts", "saving"},
     "attached": {
-        "assignment", "backend", "integrations", "model", "model.parts", "pipe", "planning.balance", "runtime",
-        "schedule", "values",
+        "assignment", "integrations", "model", "model.parts", "pipe", "planning.balance", "settings", "values",
     },
     "saving": {"__init__", "model", "values"},  # what it needs of a pipe are its partitions
     "__init__": {

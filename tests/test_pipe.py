@@ -1,13 +1,15 @@
 import logging
 import threading
 import weakref
+from inspect import signature
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pipework import Pipe
+from pipework import Pipe, attach
+from pipework.settings import Settings
 from tests.helpers import MOVES
 
 
@@ -65,6 +67,12 @@ REFUSED = [
 def test_arguments_that_are_refused(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Pipe(**{"module": layers(), "devices": ["cpu"] * 2, **options})
+
+
+def test_the_arguments_of_a_pipe_are_its_settings() -> None:
+    found = signature(Pipe).parameters
+    assert {name: each.default for name, each in found.items() if name != "module"} == vars(Settings()) | {"debug": ()}
+    assert {*signature(attach).parameters} >= {*found} - {"module", "loss_fn"}
 
 
 def test_without_balance_and_devices_it_chooses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -539,7 +539,7 @@ def state_of(pipe: Pipe, x: Tensor) -> list[Any]:
         },
         id(pipe._executor),
         copy.copy(vars(pipe._wrapped)),
-        [len(pipe._executor.settings.loss._left)],
+        [pipe._executor._padding_checks],
     ]
 
 

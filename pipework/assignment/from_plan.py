@@ -1,53 +1,39 @@
-"""The arguments of a pipe that a plan stands for."""
+"""The settings of a pipe for which a plan stands."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from pipework.assignment.partition import not_sequential
+from pipework.model.checkpoint import AS_SCHEDULED
 from pipework.model.sequential import named_layers
 from pipework.planning.layer_costs import LayerInfo
 from pipework.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pipework.model.sequential import Device
-    from pipework.schedule import Schedule, ScheduleSpec
+    from pipework.settings import Settings
 
 
-def planned_arguments(
-    plan: object,
-    module: nn.Sequential,
-    chunks: int,
-    checkpoint: str,
-    balance: Sequence[int] | None,
-    devices: Sequence[Device] | None,
-    schedule: str | Schedule | ScheduleSpec,
-    *,
-    usual: str = "gpipe",
-    on_ranks: bool = False,
-) -> tuple[int, list[int], Sequence[Device] | None, Schedule]:
-    """What a plan says instead of a pipe's own arguments: chunks, balance, devices and schedule.
+def planned(settings: Settings, module: nn.Sequential, *, usual: str = "gpipe") -> Settings:
+    """The settings with what a plan says: chunks, checkpoint, balance, devices and schedule.
+
+    The devices stay where they are given, for a plan that was made elsewhere. Where workers are processes, each has its
+    own device, and the plan's are left out.
 
     Args:
-        plan: of this module.
+        settings: with a plan of this module.
         module: the layers.
-        chunks: as it was given, as are all arguments that the plan decides.
-        checkpoint: likewise.
-        balance: likewise.
-        devices: for a plan that was made elsewhere: the devices of this machine, one for each worker. None: the plan's.
-        schedule: likewise.
         usual: the schedule without a plan.
-        on_ranks: whether workers are processes, each of which has its own device: then the plan's are left out.
 
     Raises:
         TypeError: it is no plan, or the module is no `nn.Sequential`.
-        ValueError: an argument is given beside the plan, or the plan is for another model.
+        ValueError: what the plan decides is given, too, or the plan is for another model.
     """
+    plan, places = settings.plan, settings.devices
     if not isinstance(plan, Plan):
         raise TypeError(
             f"plan is of type {type(plan).__name__}: wanted a Plan, as pipework.plan(model, sample) or "
@@ -55,13 +41,11 @@ def planned_arguments(
         )
     if not isinstance(module, nn.Sequential):
         raise not_sequential(module)
-    unset = {"chunks": (chunks, 1), "checkpoint": (checkpoint, "except_last"), "balance": (balance, None)}
-    for name, (value, default) in {**unset, "schedule": (schedule, usual)}.items():
-        if value is not default and value != default:
+    for name, default in {"chunks": 1, "checkpoint": "except_last", "balance": None, "schedule": usual}.items():
+        if getattr(settings, name) != default:
             raise ValueError(f"{name}= is given beside plan=, which decides it: leave {name}= or plan= out")
     plan.check_model([layer_info(name, layer) for name, layer in named_layers(module)])
-    places: Sequence[Device] | None = devices
-    if places is None and not on_ranks:
+    if places is None and settings.mesh is None:
         if not all(map(_is_device, plan.devices)):
             raise ValueError(
                 f"the plan is for kinds of device ({', '.join(dict.fromkeys(plan.devices))}), and names no device of "
@@ -74,7 +58,10 @@ def planned_arguments(
             f"devices has {len(places)} entries, and the plan has {len(plan.devices)} workers: give one for each, in "
             f"place of {', '.join(plan.devices)}"
         )
-    return (plan.chunks, list(plan.balance), places, plan.schedule)
+    balance, mode = list(plan.balance), AS_SCHEDULED
+    return replace(
+        settings, chunks=plan.chunks, checkpoint=mode, balance=balance, devices=places, schedule=plan.schedule
+    )
 
 
 def _is_device(name: str) -> bool:

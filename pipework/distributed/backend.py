@@ -129,8 +129,15 @@ class DistributedBackend(PeerGroup):
         tied = tied_parameters(spec.partitions, placement)
         self.tied_stages = [each.stages for each in tied]
         local = sorted(map(list, patterns.items()), key=str)
-        of_mesh = {"local_parameters": local, "whole_stages": mesh.whole_stages}
-        agreed = contract(spec.module, spec.assignment, **spec.settings, **of_mesh)
+        agreed = contract(
+            spec.module,
+            spec.assignment,
+            **spec.settings.told,
+            training=spec.module.training,
+            key_of_layers_on_the_meta_device=spec.key,
+            local_parameters=local,
+            whole_stages=mesh.whole_stages,
+        )
         tensors = self._tensors = SharedTensors(named, mesh, local_names)
         self.meet(RendezvousSpec(placement, pairs, tied), agreed, tensors, spec.open_workers)
         groups, every_replicas = self.connections.groups, self.connections.every_replicas

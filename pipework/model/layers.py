@@ -15,10 +15,10 @@ from torch import nn
 from pipework import fsdp_private, torch_private
 from pipework.model.materialize import filling, materialize_partitions, move, unfilled, waits
 from pipework.model.sequential import PipeSequential, WithDevice
-from pipework.model.state_names import has_own_names, state_name
+from pipework.model.state_names import has_own_names, state_name, state_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
 
@@ -32,11 +32,10 @@ class Layers(nn.Module):
     """Layers in partitions, each of which has a device.
 
     Args:
-        partitions: for each stage number its layers, on their device already.
-        devices: of each partition.
-        first_layers: the index of each partition's first layer in the un-partitioned module.
+        partitions: the layers of each stage; those of `here` are on their device already.
+        devices: of each stage.
+        here: the stages of this process.
         key: the key of the random values of layers on the meta device.
-        elsewhere: the names of the layers of other processes; of parts of a model those of their tensors, too.
     """
 
     # Every other attribute is a layer, which may have any name, such as "chunks" or "devices".
@@ -52,22 +51,23 @@ class Layers(nn.Module):
 
     def __init__(
         self,
-        partitions: Mapping[int, nn.Sequential],
+        partitions: Sequence[nn.Sequential],
         devices: Sequence[torch.device],
-        first_layers: Sequence[int],
+        here: Sequence[int],
         key: int | None = None,
-        elsewhere: Collection[str] = (),
     ) -> None:
         super().__init__()
+        self._partitions = {stage: partitions[stage] for stage in here}
         # Not add_module: it refuses names that are attributes of this class.
-        for partition in partitions.values():
+        for partition in self._partitions.values():
             self._modules.update(partition._modules)
-        self._stage_devices = tuple(devices)
-        self._partitions = dict(partitions)
-        self._first_layers = tuple(first_layers)
+        self._stage_devices = tuple([devices[stage] for stage in here])
+        self._first_layers = tuple([sum(map(len, partitions[:stage])) for stage in here])
         self._key = key
-        self._elsewhere = frozenset(elsewhere)
-        self._anew = _ANEW_ON_RANKS if elsewhere else "make a new Pipe of the same layers"
+        others = [partition for stage, partition in enumerate(partitions) if stage not in here]
+        # The names of the layers of other processes; of parts of a model those of their tensors, too.
+        self._elsewhere = frozenset([name for each in others for name in (*each._modules, *state_tensors(each))])
+        self._anew = _ANEW_ON_RANKS if others else "make a new Pipe of the same layers"
         self._waiting = bool(self._on_meta())
 
     @property

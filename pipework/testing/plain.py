@@ -249,7 +249,7 @@ class PlainModel:
         if number == 0:
             arguments, keywords = value
         else:
-            arguments, keywords = self._executor.settings.tuples.arguments(value, layer, len(target)), {}
+            arguments, keywords = self._executor.tuples.arguments(value, layer, len(target)), {}
         if len({*self._devices}) > 1:
             arguments, keywords = nested.replaced((arguments, keywords), Tensor, lambda tensor: tensor.to(device))
         return layer(*arguments, *target, **keywords)

@@ -109,13 +109,13 @@ class Runs:
         executor = self.executor = copy.copy(pipe._executor)  # for this object alone
         if not pipe._backend.is_whole:  # the workers of a process are connected with those of the others
             executor._engine = pipe._executor.engine_in_use()
-        executor.settings = replace(executor.settings, warns=False)
+        executor.warns = False
         executor._layout = copy.deepcopy(executor._layout)
         if self.attached is not None and target is not None:
             keywords["target"] = target  # is an argument of the model
         self._call = inputs, keywords, target
         self.plain = PlainModel(pipe, executor, self.attached)
-        loss = executor.settings.loss.function
+        loss = executor.settings.loss_fn
         self._roots = [pipe, *pipe.partitions, *self.plain.modules, *([loss] if isinstance(loss, nn.Module) else [])]
         self.without_dropout = self.is_given = self.has_loss = False
         self.micro_batches = 0
@@ -185,7 +185,7 @@ class Runs:
         with torch.set_grad_enabled(self.grad):
             if target is None:
                 output = self.pipe.forward(*arguments, **keywords, outputs="all")
-            elif self.executor.settings.loss.function is None:
+            elif self.executor.settings.loss_fn is None:
                 loss = self.pipe.forward(*arguments, **keywords, target=target)
             else:
                 loss, output = self.pipe.forward(*arguments, **keywords, target=target, return_output=True)
@@ -194,7 +194,7 @@ class Runs:
         found: dict[int, Any] = {}
         roots = [each for each in ([loss] if loss is not None else outputs) if each.requires_grad]
         if self.grad and roots:
-            scaler = self.executor.settings.loss.grad_scaler  # it has scaled the gradients already
+            scaler = self.executor.settings.grad_scaler  # it has scaled the gradients already
             if loss is None:
                 draw = torch.Generator().manual_seed(0)
                 self._cotangents = [
@@ -226,7 +226,7 @@ class Runs:
         self.has_loss = target is not None
         try:
             torch.set_num_threads(engine.workers.intra_op_share(threads))
-            keeps_output = settings.loss.function is not None
+            keeps_output = settings.loss_fn is not None
             batch = executor.prepared(arguments, keywords, target, grad=self.grad, keeps_output=keeps_output)
             if whole and batch.loss is not None:
                 batch = batch._replace(loss=replace(batch.loss, weights=None))  # as the function says

@@ -91,7 +91,7 @@ def compared(task: str, model_type: str, name: str) -> Outcome:
         # A leaf that a forward makes for itself is only found in the graph.
         is_refused = "without reading it from its module" in str(error)
         return Outcome(*here, "refused" if is_refused else "failed", said(error))
-    weight = pipe._executor.settings.loss.weight
+    weight = pipe._executor.settings.loss_weight
     wanted = plain_backward(reference, batch, weight or (lambda labels: torch.tensor(len(labels))), CHUNKS)
     found = differences(model, reference)
     notes = []

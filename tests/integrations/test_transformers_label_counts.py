@@ -117,7 +117,7 @@ def padded(marked: bool) -> dict[str, Tensor]:
 
 def keywords_of(model: nn.Module, sample: dict[str, Any], chunks: int = 4) -> dict[str, Any]:
     """Which labels a pipe counts that is attached to a model."""
-    return attach(model, sample, chunks=chunks, devices=["cpu"] * 2)._executor.settings.loss.weight.keywords
+    return attach(model, sample, chunks=chunks, devices=["cpu"] * 2)._executor.settings.loss_weight.keywords
 
 
 @pytest.mark.parametrize("kind", [LlamaForCausalLM, Ignores])

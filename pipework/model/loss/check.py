@@ -59,7 +59,7 @@ def _warning(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], 
     shared = [here == there for here, there in zip(seen[0].places, seen[1].places, strict=True)]
     whole = _called(loss.function, outputs, _joined(seen[0].target, seen[1].target, shared, rows))
     taken = one + other
-    if loss.weights is not None and settings.reduction == "mean":
+    if loss.weights is not None and settings.loss_reduction == "mean":
         shares = [float(weight) for weight in loss.weights[:2]]
         taken = (shares[0] * one + shares[1] * other) / sum(shares)
     numbers = (whole, taken, one, other)
@@ -69,7 +69,8 @@ def _warning(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], 
     alone = _called(loss.function, *(nested.unflatten(*value) for value in (seen[0].output, seen[0].target)))
     if not abs(alone - one) <= least:
         return None  # it draws random numbers, or has a state
-    weighed = "sum" if settings.reduction == "sum" else "mean over rows" if settings.weight is None else "weighted mean"
+    mean = "mean over rows" if settings.loss_weight is None else "weighted mean"
+    weighed = "sum" if settings.loss_reduction == "sum" else mean
     advice = "If it is a mean over rows, leave loss_reduction= and loss_weight= out; over something else, give Pipe "
     advice += "loss_weight="
     if abs(whole - one - other) <= least < min(abs(one), abs(other)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat
 
 import torch
@@ -163,10 +163,11 @@ class LossSettings:
     """The arguments of `Pipe` for the loss.
 
     Attributes:
-        function: computes the loss of a micro-batch from its output and target; None: the last layer returns the loss.
-        reduction: 'mean': the mini-batch's loss is the weighted mean of its micro-batches' losses; 'sum': their sum.
-        weight: computes a micro-batch's weight in the mean from its target; None: the number of targets that a loss of
-            PyTorch's counts (see `CountedTargets`), for other functions the number of rows.
+        loss_fn: computes the loss of a micro-batch from its output and target; None: the last layer returns the loss.
+        loss_reduction: 'mean': the loss of a mini-batch is the weighted mean of its micro-batches' losses; 'sum': their
+            sum.
+        loss_weight: computes a micro-batch's weight in the mean from its target; None: the number of targets that a
+            loss of PyTorch's counts (see `CountedTargets`), for other functions the number of rows.
         grad_scaler: scales the gradients inside of the pipe.
 
     Raises:
@@ -174,29 +175,27 @@ class LossSettings:
         ValueError: the reduction is unknown, a sum has a weight, or the function has another reduction or parameters.
     """
 
-    function: Callable[[Any, Any], Tensor] | None = None
-    reduction: str = "mean"
-    weight: Callable[[Any], Any] | None = None
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    loss_reduction: str = "mean"
+    loss_weight: Callable[[Any], Any] | None = None
     grad_scaler: torch.amp.GradScaler | None = None
-    # One for each mini-batch in which padding is looked for.
-    _left: list[None] = field(default_factory=lambda: [None] * 16, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, value in (("loss_fn", self.function), ("loss_weight", self.weight)):
+        for name, value in (("loss_fn", self.loss_fn), ("loss_weight", self.loss_weight)):
             if isinstance(value, type):
                 raise TypeError(f"{name} is the class {value.__name__}: write {value.__name__}()")
             if value is not None and not callable(value):
                 raise TypeError(f"{name} is {value!r}: wanted a function")
-        if self.reduction not in REDUCTIONS:
-            raise ValueError(f"loss_reduction is {self.reduction!r}: wanted one of {', '.join(map(repr, REDUCTIONS))}")
-        if self.weight is not None and self.reduction == "sum":
+        if self.loss_reduction not in REDUCTIONS:
+            raise ValueError(f"loss_reduction is {self.loss_reduction!r}: wanted one of 'mean', 'sum'")
+        if self.loss_weight is not None and self.loss_reduction == "sum":
             raise ValueError(
                 "loss_weight is for the weights of a mean, but loss_reduction is 'sum': leave one of them out"
             )
         self._refuse_other_reduction()
-        if isinstance(self.function, nn.Module) and next(self.function.parameters(), None) is not None:
+        if isinstance(self.loss_fn, nn.Module) and next(self.loss_fn.parameters(), None) is not None:
             raise ValueError(
-                f"loss_fn ({type(self.function).__name__}) has parameters, which the pipe would not train: make it the "
+                f"loss_fn ({type(self.loss_fn).__name__}) has parameters, which the pipe would not train: make it the "
                 "last layer, which takes the target as its last argument and returns the loss, and leave loss_fn out"
             )
         if self.grad_scaler is not None and not callable(getattr(self.grad_scaler, "get_scale", None)):
@@ -204,16 +203,16 @@ class LossSettings:
 
     def _refuse_other_reduction(self) -> None:
         """Raises a ValueError if the function has another `reduction`: an attribute or argument of PyTorch's losses."""
-        function, bound, _ = unwrapped(self.function)
+        function, bound, _ = unwrapped(self.loss_fn)
         own = bound.get("reduction", getattr(function, "reduction", None))
         if own is None and getattr(function, "__module__", "") == nn.functional.__name__:
             parameter = inspect.signature(function).parameters.get("reduction")
             own = None if parameter is None else parameter.default
-        if own in ("none", "sum", "mean", "batchmean") and own.removeprefix("batch") != self.reduction:
+        if own in ("none", "sum", "mean", "batchmean") and own.removeprefix("batch") != self.loss_reduction:
             raise ValueError(
                 f"loss_fn ({getattr(function, '__name__', type(function).__name__)}) has reduction={own!r}, and "
-                f"loss_reduction is {self.reduction!r}, by which the pipe joins the losses of its micro-batches: make "
-                f"loss_fn with reduction={self.reduction!r}, or give Pipe the loss_reduction that it has"
+                f"loss_reduction is {self.loss_reduction!r}, by which the pipe joins the losses of its micro-batches: "
+                f"make loss_fn with reduction={self.loss_reduction!r}, or give Pipe the loss_reduction that it has"
             )
 
     def missing_target(self, schedule: str, *, call: str = "pipe", reader: int | None = None) -> ValueError:
@@ -225,7 +224,7 @@ class LossSettings:
             reader: if workers are processes, the rank that reads the target.
         """
         where = "" if reader is None else f" on every rank; {_not_there(reader)}"
-        how = "give Pipe a loss_fn and call" if self.function is None else "call"
+        how = "give Pipe a loss_fn and call" if self.loss_fn is None else "call"
         return ValueError(
             f"schedule {schedule!r} computes the loss inside and got no target: {how} {call}(x, target=y){where}"
             ". For outputs alone use torch.no_grad() or pipe.eval(); for a loss outside of the pipe choose "
@@ -245,8 +244,8 @@ class LossSettings:
 
     def place(self, device: torch.device) -> None:
         """Moves the buffers of a loss function that is a module, such as the weights of classes."""
-        if isinstance(self.function, nn.Module):
-            self.function.to(device)
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn.to(device)
 
     def inner(
         self,
@@ -270,19 +269,21 @@ class LossSettings:
             scale: of the call, see `checked_scale`.
             seen: see `InnerLoss`.
         """
-        weights = None if self.reduction == "sum" or targets is None else mean_weights(self._amounts(targets, rows))
+        weights = None
+        if targets is not None and self.loss_reduction == "mean":
+            weights = mean_weights(self._amounts(targets, rows))
         if targets is not None and (isinstance(scale, Tensor) or scale != 1.0):
             weights = tuple([weight * scale for weight in weights or (1.0,) * len(rows)])
         factor: float | Tensor = 1.0
         scaler = self.grad_scaler
         if scaler is not None and grad:  # on an accelerator a tensor, for whose value the host does not wait
             factor = scaler.scale(torch.ones((), device=device)) if is_accelerator(device) else scaler.get_scale()
-        return InnerLoss(self.function, weights, factor, keeps_output, len(rows), seen)
+        return InnerLoss(self.loss_fn, weights, factor, keeps_output, len(rows), seen)
 
     def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> Sequence[float] | Tensor:
         """How much each micro-batch weighs; known before the first action, since a backward may come early."""
-        if self.weight is None:
-            counts = CountedTargets.of(self.function)
+        if self.loss_weight is None:
+            counts = CountedTargets.of(self.loss_fn)
             amounts = None if counts is None else counts.amounts([nested.unflatten(*target) for target in targets])
             if amounts is None and min(rows) < 0:
                 shapes = [tuple(tensor.shape) for tensor in targets[rows.index(min(rows))][0]]
@@ -293,7 +294,7 @@ class LossSettings:
                     "numbers of the targets, or loss_reduction='sum'"
                 )
             return rows if amounts is None else amounts
-        weights = [self.weight(nested.unflatten(*target)) for target in targets]
+        weights = [self.loss_weight(nested.unflatten(*target)) for target in targets]
         for number, weight in enumerate(weights):
             if not isinstance(weight, SupportsFloat) or getattr(weight, "ndim", 0) != 0:
                 got = f"a tensor of shape {tuple(weight.shape)}" if hasattr(weight, "shape") else type(weight).__name__
@@ -307,23 +308,21 @@ class LossSettings:
         return amounts
 
     def padding_warning(self, targets: Sequence[Message], rows: Sequence[int]) -> str | None:
-        """A text, once, if targets on the CPU are padded unequally and the mean does not leave the padding out.
+        """A text if targets on the CPU are padded unequally and the mean does not leave the padding out.
 
         Args:
             targets: of the micro-batches.
             rows: of the micro-batches.
         """
-        by_rows = self.reduction == "mean" and self.weight is None and CountedTargets.of(self.function) is None
-        if not self._left or not by_rows:
+        by_rows = self.loss_reduction == "mean" and self.loss_weight is None and CountedTargets.of(self.loss_fn) is None
+        if not by_rows:
             return None
-        del self._left[-1:]  # another thread may have taken the last one meanwhile
-        function, bound, _ = unwrapped(self.function)
+        function, bound, _ = unwrapped(self.loss_fn)
         ignored = bound.get("ignore_index", getattr(function, "ignore_index", IGNORED))
         for column in zip(*(tensors for tensors, _ in targets), strict=False):
             if all(type(each) is torch.Tensor and each.dtype is torch.int64 and each.is_cpu for each in column):
                 counts = [int((each == ignored).sum()) for each in column]
                 if any(count * rows[0] != counts[0] * own for count, own in zip(counts, rows, strict=True)):
-                    self._left.clear()
                     return (
                         f"targets have the value {ignored}, which losses leave out of their mean, and micro-batches "
                         "have unequal numbers of them, but loss_fn is a function of its own, so the pipe weighs "

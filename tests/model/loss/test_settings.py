@@ -61,8 +61,8 @@ def test_nonsense_is_refused_by_the_constructor(options: dict[str, Any], error: 
 
 
 def test_a_loss_that_sums_fits_a_sum() -> None:
-    assert LossSettings(nn.MSELoss(reduction="sum"), "sum").reduction == "sum"
-    assert LossSettings(partial(F.mse_loss, reduction="sum"), "sum").reduction == "sum"
+    assert LossSettings(nn.MSELoss(reduction="sum"), "sum").loss_reduction == "sum"
+    assert LossSettings(partial(F.mse_loss, reduction="sum"), "sum").loss_reduction == "sum"
 
 
 def test_the_scale_is_asked_for_gradients_only_and_a_disabled_scaler_scales_nothing() -> None:
@@ -378,12 +378,7 @@ def test_padding_that_is_not_left_out_is_told_once_at_the_callers_line(loss_fn: 
     pipe(x, target=padded(ignored))
 
 
-@pytest.mark.parametrize("before", [15, 16])
-def test_padding_is_looked_for_in_the_first_mini_batches(before: int) -> None:
-    settings = LossSettings(own)
-    clear, unequal = ([((target[:4],), None), ((target[4:],), None)] for target in (torch.ones(8).long(), padded()))
-    assert [settings.padding_warning(clear, [4, 4]) for _ in range(before)] == [None] * before
-    assert (settings.padding_warning(unequal, [4, 4]) is not None) == (before < 16)
+def test_padding_is_unequal_by_the_rows_of_each_micro_batch() -> None:
     equal = [((torch.tensor([1, -100]),), None), ((torch.tensor([-100, 2]),), None)]
     assert LossSettings(own).padding_warning(equal, [2, 2]) is None
     assert LossSettings(own).padding_warning([*equal, ((torch.tensor([1]),), None)], [2, 2, 1]) is not None

@@ -1,0 +1,90 @@
+"""The settings of a pipe: what a user asked for, checked once, and passed whole to all that read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from pipework.model.checkpoint import AS_SCHEDULED, MODES
+from pipework.model.loss.settings import LossSettings, function_identity
+from pipework.schedule import Schedule
+from pipework.schedule.edges import recomputed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pipework.distributed.mesh import Mesh
+    from pipework.model.marks import OwnSplit
+    from pipework.planning.plan import Plan
+    from pipework.schedule import ScheduleSpec
+
+CHECK_FINITE: Final = "check_finite"
+ONE_THREAD: Final = "one_thread"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(LossSettings):
+    """The arguments of `Pipe` beside the module, under their names; `attach` has most of them, too.
+
+    `LossSettings` has those of the loss. `debug` becomes a set of names. `checkpoint` becomes `AS_SCHEDULED` where the
+    schedule is the user's own and says itself what is recomputed.
+
+    Raises:
+        TypeError: see `LossSettings`.
+        ValueError: likewise, or `chunks`, `checkpoint` or `debug` has a value that cannot be used.
+
+    Example:
+        >>> Settings(chunks=8, debug="one_thread").debug
+        frozenset({'one_thread'})
+    """
+
+    chunks: int = 1
+    checkpoint: str = "except_last"
+    deferred_batch_norm: bool = False
+    balance: Sequence[int] | None = None
+    devices: Sequence[int | str | torch.device] | None = None
+    schedule: str | Schedule | ScheduleSpec = "gpipe"
+    mesh: Mesh | DeviceMesh | None = None
+    plan: Plan | None = None
+    split: OwnSplit | None = None
+    debug: str | Iterable[str] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
+            raise ValueError(f"number of chunks must be positive integer, got {self.chunks!r}")
+        own = isinstance(self.schedule, Schedule)
+        if self.checkpoint not in MODES and not (own and self.checkpoint == AS_SCHEDULED):
+            raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never': got {self.checkpoint!r}")
+        if isinstance(self.schedule, Schedule) and recomputed(self.schedule):
+            if self.checkpoint not in ("except_last", AS_SCHEDULED):  # the first is the default
+                raise ValueError(
+                    f"checkpoint is {self.checkpoint!r}, but the schedule says itself what is recomputed: leave "
+                    "checkpoint= out, or R out of the schedule"
+                )
+            object.__setattr__(self, "checkpoint", AS_SCHEDULED)
+        names = frozenset([self.debug] if isinstance(self.debug, str) else self.debug)
+        for name in names - {CHECK_FINITE, ONE_THREAD}:
+            raise ValueError(f"debug is one or several of 'check_finite' and 'one_thread': got {name!r}")
+        object.__setattr__(self, "debug", names)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Those among the arguments of a function, such as its `locals()`."""
+        return cls(**{name: arguments[name] for name in cls.names() if name in arguments})
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The names of all settings."""
+        return [each.name for each in fields(cls)]
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What all ranks must have asked for alike, as JSON values, beside schedule and balance."""
+        plain = {name: getattr(self, name) for name in ("chunks", "checkpoint", "loss_reduction")}
+        functions = {name: function_identity(getattr(self, name)) for name in ("loss_fn", "loss_weight", "split")}
+        flags = {"deferred_batch_norm": bool(self.deferred_batch_norm), "grad_scaler": self.grad_scaler is not None}
+        return {**plain, **functions, **flags, "debug": sorted(self.debug)}
