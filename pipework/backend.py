@@ -127,6 +127,16 @@ class ProcessGroupView:
     local_names: frozenset[str] = frozenset()
     all_gather_text: Callable[[str], list[str]] = lambda text: [text]
 
+    @property
+    def workers(self) -> int:
+        """How many processes hold each replica."""
+        return len(self.everyone) // self.replicas
+
+    @property
+    def worker(self) -> int:
+        """The number of this process in its replica."""
+        return self.rank % self.workers
+
 
 class Backend:
     """Where the workers of a pipe are, and what the processes that hold it do together.

@@ -6,7 +6,7 @@ Each process, or rank, holds some stages of the pipe. All ranks make every call.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,27 +15,6 @@ if TYPE_CHECKING:
     from pipework.pipe import Pipe
 
 T = TypeVar("T")
-
-
-class MeshCoordinate(NamedTuple):
-    """The position of a rank: its worker within the replica, and its replica."""
-
-    worker: int
-    workers: int
-    replica: int
-    replicas: int
-
-    @classmethod
-    def of(cls, group: ProcessGroupView) -> Self:
-        """The position of this process.
-
-        Example:
-            >>> from pipework.backend import ProcessGroupView
-            >>> MeshCoordinate.of(ProcessGroupView())
-            MeshCoordinate(worker=0, workers=1, replica=0, replicas=1)
-        """
-        workers = len(group.everyone) // group.replicas
-        return cls(group.rank - workers * group.replica, workers, group.replica, group.replicas)
 
 
 def process_group_of(pipe: Pipe) -> ProcessGroupView:

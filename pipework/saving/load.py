@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.model.state_names import state_tensors
-from pipework.saving.collective import MeshCoordinate, process_group_of, run_on_all_ranks
+from pipework.saving.collective import process_group_of, run_on_all_ranks
 from pipework.saving.files import (
     COMPLETE,
     MANIFEST,
@@ -130,9 +130,8 @@ def load_checkpoint(
         return {"names": list(target.tensors), "random": TrainingState.of({RANDOM: random_states()}).digests}
 
     target, gathered = run_on_all_ranks(group, "prepare to load", prepare, share)
-    coordinate = MeshCoordinate.of(group)
     everywhere = {name for each in gathered for name in each["names"]}
-    same_random = all(each["random"] == gathered[0]["random"] for each in gathered[:: coordinate.workers])
+    same_random = all(each["random"] == gathered[0]["random"] for each in gathered[:: group.workers])
     candidates = run_on_all_ranks(
         group, "list the checkpoints", lambda: _candidates(place) if group.rank == 0 else [], share=lambda found: found
     ).shared[0]
@@ -142,7 +141,7 @@ def load_checkpoint(
 
         def read(path: Path = path) -> tuple[LoadedState | None, str]:
             try:
-                return read_checkpoint(path, target, coordinate, everywhere, same_random=same_random), ""
+                return read_checkpoint(path, target, group, everywhere, same_random=same_random), ""
             except DamagedError as error:
                 return None, str(error)
 
@@ -212,14 +211,14 @@ def _candidates(place: Path) -> list[str]:
 
 
 def read_checkpoint(
-    path: Path, target: Target, coordinate: MeshCoordinate, everywhere: Set[str], *, same_random: bool
+    path: Path, target: Target, group: ProcessGroupView, everywhere: Set[str], *, same_random: bool
 ) -> LoadedState:
     """Reads everything that a rank needs of a checkpoint. Each file is compared with its checksum before it is opened.
 
     Args:
         path: of the checkpoint.
         target: what this rank loads into.
-        coordinate: the position of this rank.
+        group: this rank among all.
         everywhere: the names of the tensors of all ranks.
         same_random: whether the random generators of all replicas are in the same state.
 
@@ -253,7 +252,7 @@ def read_checkpoint(
                 file, tensor_of = optimizer_values(stage.stage), manifest.open(path, stage, "optimizer")
                 parts.append((file, manifest.read_json(path, file), opened.enter_context(tensor_of)))
             restored = restore(target.optimizer, target.stages, parts)
-    training, note = read_training(path, manifest, coordinate, same_random=same_random)
+    training, note = read_training(path, manifest, group, same_random=same_random)
     if missing := target.others.keys() - training:
         raise UnfitError(f"{path} was saved without a {min(missing)}: leave {min(missing)}= out. Nothing was changed")
     return LoadedState(manifest.step, tensors, restored, training, note)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipework.saving.collective import MeshCoordinate
+    from pipework.backend import ProcessGroupView
     from pipework.saving.manifest import Manifest
 
 POSITION: Final = "data_position"
@@ -99,28 +99,28 @@ def with_state(**objects: Any) -> dict[str, Any]:
     return there
 
 
-def sources(manifest: Manifest, coordinate: MeshCoordinate) -> list[int]:
+def sources(manifest: Manifest, group: ProcessGroupView) -> list[int]:
     """The ranks whose files a rank resumes from, the preferred one first.
 
     Example:
-        >>> from pipework.saving.collective import MeshCoordinate
+        >>> from pipework.backend import ProcessGroupView
         >>> from pipework.saving.manifest import Manifest
         >>> written = {file: None for rank in (0, 3, 5) for file in training_files(rank)}
         >>> manifest = Manifest(step=1, ranks=6, replicas=2, stages=(), files=written)
-        >>> sources(manifest, MeshCoordinate(worker=2, workers=3, replica=1, replicas=2))
+        >>> sources(manifest, ProcessGroupView(rank=5, everyone=range(6), replica=1, replicas=2))
         [5, 3]
-        >>> sources(manifest, MeshCoordinate(worker=0, workers=1, replica=1, replicas=2))
+        >>> sources(manifest, ProcessGroupView(rank=1, everyone=range(2), replica=1, replicas=2))
         [3, 5]
     """
     workers = manifest.ranks // manifest.replicas
-    first = workers * (coordinate.replica if coordinate.replica < manifest.replicas else 0)
-    own = [first + coordinate.worker] if coordinate.workers == workers else []
+    first = workers * (group.replica if group.replica < manifest.replicas else 0)
+    own = [first + group.worker] if group.workers == workers else []
     every = dict.fromkeys([*own, *range(first, first + workers)])
     return [rank for rank in every if rank == first or training_files(rank)[1] in manifest.files]
 
 
 def read_training(
-    path: Path, manifest: Manifest, coordinate: MeshCoordinate, *, same_random: bool
+    path: Path, manifest: Manifest, group: ProcessGroupView, *, same_random: bool
 ) -> tuple[dict[str, Any], str]:
     """The training state that a rank resumes with, and a note on what is left out, or an empty text.
 
@@ -129,7 +129,7 @@ def read_training(
     Args:
         path: the checkpoint.
         manifest: its table of contents.
-        coordinate: the position of the rank.
+        group: the rank among all.
         same_random: whether the generators of all replicas are in the same state now: then all replicas are meant to
             draw the same numbers.
 
@@ -137,7 +137,7 @@ def read_training(
         DamagedError: a file differs from what was written.
     """
     found: dict[str, Any] = {}
-    ranks = sources(manifest, coordinate)
+    ranks = sources(manifest, group)
     for rank in ranks:
         tensors, values = training_files(rank)
         forms = manifest.read_json(path, values)
@@ -146,21 +146,21 @@ def read_training(
         found = {**read, **{name: value for name, value in found.items() if value is not None or name != POSITION}}
     if RANDOM not in found:
         raise DamagedError(f"{training_files(ranks[0])[1]}: it has no random states")
-    if coordinate.replica >= manifest.replicas and not same_random:
+    if group.replica >= manifest.replicas and not same_random:
         del found[RANDOM]
-    return {POSITION: None, **found}, note_on_ranks(manifest, coordinate, same_random=same_random)
+    return {POSITION: None, **found}, note_on_ranks(manifest, group, same_random=same_random)
 
 
-def note_on_ranks(manifest: Manifest, coordinate: MeshCoordinate, *, same_random: bool) -> str:
+def note_on_ranks(manifest: Manifest, group: ProcessGroupView, *, same_random: bool) -> str:
     """What a resumption with another number of replicas or workers leaves out; an empty text if nothing."""
     workers, replicas = manifest.ranks // manifest.replicas, manifest.replicas
     files = [training_files(rank)[1] for rank in range(manifest.ranks) if rank % workers]
-    if coordinate.replicas == replicas and (coordinate.workers == workers or manifest.files.keys().isdisjoint(files)):
+    if group.replicas == replicas and (group.workers == workers or manifest.files.keys().isdisjoint(files)):
         return ""
     states = "and also its random states" if same_random else "and keep their own random states"
     return (
-        f"it is of {replicas} replicas with {workers} workers, and here are {coordinate.replicas} with "
-        f"{coordinate.workers}: the data positions, random states and others of ranks that are not here any more are "
+        f"it is of {replicas} replicas with {workers} workers, and here are {group.replicas} with "
+        f"{group.workers}: the data positions, random states and others of ranks that are not here any more are "
         f"left out; replicas from {replicas} on get the data position of replica 0, {states}"
     )
 

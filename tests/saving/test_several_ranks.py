@@ -22,10 +22,11 @@ class Rank:
     Its pipe has all stages, but what is not its own is never to be looked at.
     """
 
-    replica, replicas, shard, everyone = 0, 1, 0, range(2)
+    replica, replicas, shard, everyone, workers = 0, 1, 0, range(2), 2
 
     def __init__(self, rank: int, texts: list[str], barrier: threading.Barrier) -> None:
-        self.rank, self.texts, self.barrier = rank, texts, barrier
+        self.rank = self.worker = rank
+        self.texts, self.barrier = texts, barrier
         self.place = {"dp": 0}
         self.pipe = make_pipe(Cut(4, "gpipe"))
         whole = stages_of(self.pipe)

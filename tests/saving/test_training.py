@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipework.saving.collective import MeshCoordinate
+from pipework.backend import ProcessGroupView
 from pipework.saving.manifest import Manifest, training_files
 from pipework.saving.training import TrainingState, note_on_ranks, sources
 
@@ -13,40 +13,44 @@ def manifest(ranks: int, replicas: int, *written: int) -> Manifest:
     return Manifest(1, ranks, replicas, (), files)
 
 
+def place(worker: int, workers: int, replica: int, replicas: int) -> ProcessGroupView:
+    return ProcessGroupView(workers * replica + worker, range(workers * replicas), replica, replicas)
+
+
 @pytest.mark.parametrize(
-    ("saved", "coordinate", "expected"),
+    ("saved", "group", "expected"),
     [
-        (manifest(1, 1), MeshCoordinate(2, 3, 1, 2), [0]),
-        (manifest(2, 2), MeshCoordinate(1, 2, 1, 2), [1]),
-        (manifest(2, 2), MeshCoordinate(0, 1, 2, 3), [0]),
-        (manifest(6, 2), MeshCoordinate(2, 3, 1, 2), [3]),
-        (manifest(6, 2, 1, 5), MeshCoordinate(2, 3, 1, 2), [5, 3]),
-        (manifest(6, 2, 1, 5), MeshCoordinate(1, 3, 1, 2), [3, 5]),
-        (manifest(6, 2, 1, 5), MeshCoordinate(1, 2, 1, 2), [3, 5]),
-        (manifest(6, 2, 1, 5), MeshCoordinate(1, 3, 2, 3), [1, 0]),
+        (manifest(1, 1), place(2, 3, 1, 2), [0]),
+        (manifest(2, 2), place(1, 2, 1, 2), [1]),
+        (manifest(2, 2), place(0, 1, 2, 3), [0]),
+        (manifest(6, 2), place(2, 3, 1, 2), [3]),
+        (manifest(6, 2, 1, 5), place(2, 3, 1, 2), [5, 3]),
+        (manifest(6, 2, 1, 5), place(1, 3, 1, 2), [3, 5]),
+        (manifest(6, 2, 1, 5), place(1, 2, 1, 2), [3, 5]),
+        (manifest(6, 2, 1, 5), place(1, 3, 2, 3), [1, 0]),
     ],
 )
-def test_the_ranks_whose_files_a_rank_reads(saved, coordinate, expected):
-    assert sources(saved, coordinate) == expected
+def test_the_ranks_whose_files_a_rank_reads(saved, group, expected):
+    assert sources(saved, group) == expected
 
 
 @pytest.mark.parametrize(
-    ("saved", "coordinate", "same_random", "part"),
+    ("saved", "group", "same_random", "part"),
     [
-        (manifest(6, 2), MeshCoordinate(0, 2, 0, 2), True, ""),
-        (manifest(6, 2, 1, 5), MeshCoordinate(0, 1, 0, 2), True, "2 replicas with 3 workers, and here are 2 with 1: "),
+        (manifest(6, 2), place(0, 2, 0, 2), True, ""),
+        (manifest(6, 2, 1, 5), place(0, 1, 0, 2), True, "2 replicas with 3 workers, and here are 2 with 1: "),
         (
             manifest(3, 3),
-            MeshCoordinate(0, 1, 0, 1),
+            place(0, 1, 0, 1),
             False,
             "3 replicas with 1 workers, and here are 1 with 1: the data ",
         ),
-        (manifest(1, 1), MeshCoordinate(0, 1, 0, 2), True, "position of replica 0, and also its random states"),
-        (manifest(2, 1), MeshCoordinate(0, 1, 0, 3), False, "position of replica 0, and keep their own random states"),
+        (manifest(1, 1), place(0, 1, 0, 2), True, "position of replica 0, and also its random states"),
+        (manifest(2, 1), place(0, 1, 0, 3), False, "position of replica 0, and keep their own random states"),
     ],
 )
-def test_a_note_on_another_number_of_ranks(saved, coordinate, same_random, part):
-    note = note_on_ranks(saved, coordinate, same_random=same_random)
+def test_a_note_on_another_number_of_ranks(saved, group, same_random, part):
+    note = note_on_ranks(saved, group, same_random=same_random)
     assert part in note
     assert bool(note) is bool(part)
 
