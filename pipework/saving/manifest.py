@@ -7,6 +7,7 @@ import platform
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -27,6 +28,8 @@ VERSION: Final = 2
 _WHOLE: Final = 1  # the version of a checkpoint in which no tensor is in parts
 
 What = Literal["model", "optimizer"]
+_SHARDED: Final[Mapping[What, str]] = MappingProxyType({"model": "sharded", "optimizer": "sharded_state"})
+"""The key in a manifest of the tensors that are in parts."""
 
 
 def stage_file(what: What, stage: int, shard: int = 0) -> str:
@@ -65,8 +68,8 @@ class SavedStage:
         tensors: dtype and shape by name.
         aliases: maps additional names of a tensor to its name in the file.
         optimizer: whether the optimizer's state was saved.
-        sharded: the tensors that are in parts, by their name in the files.
-        sharded_state: the same of the optimizer's state.
+        sharded: the tensors that are in parts, by their name in the files: those of the model and those of the
+            optimizer's state.
     """
 
     stage: int
@@ -74,28 +77,28 @@ class SavedStage:
     tensors: Mapping[str, Kind]
     aliases: Mapping[str, str]
     optimizer: bool
-    sharded: Mapping[str, Sharded] = field(default_factory=dict)
-    sharded_state: Mapping[str, Sharded] = field(default_factory=dict)
+    sharded: Mapping[What, Mapping[str, Sharded]] = field(default_factory=lambda: {what: {} for what in _SHARDED})
 
     def files(self, what: What) -> dict[int, str]:
         """The files of its tensors, by the number of the shard."""
-        sharded = self.sharded if what == "model" else self.sharded_state
-        return {shard: stage_file(what, self.stage, shard) for shard in shards_of(sharded)}
+        return {shard: stage_file(what, self.stage, shard) for shard in shards_of(self.sharded[what])}
 
     def with_shards(self, other: SavedStage) -> SavedStage:
         """With the parts that another process has written."""
-        sharded, state = dict(self.sharded), dict(self.sharded_state)
-        for mine, theirs in ((sharded, other.sharded), (state, other.sharded_state)):
+        sharded = {what: dict(mine) for what, mine in self.sharded.items()}
+        for what, theirs in other.sharded.items():
             for name, each in theirs.items():
-                parts = mine[name].parts if name in mine else ()
-                mine[name] = Sharded(each.shape, (*parts, *each.parts))
-        return replace(self, sharded=sharded, sharded_state=state)
+                parts = sharded[what][name].parts if name in sharded[what] else ()
+                sharded[what][name] = Sharded(each.shape, (*parts, *each.parts))
+        return replace(self, sharded=sharded)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""
-        parts = {key: getattr(self, key) for key in ("sharded", "sharded_state")}
-        shards = {key: {name: vars(each) for name, each in part.items()} for key, part in parts.items() if part}
-        return {**{key: value for key, value in vars(self).items() if key not in parts}, **shards}
+        value = {key: value for key, value in vars(self).items() if key != "sharded"}
+        for what, part in self.sharded.items():
+            if part:
+                value[_SHARDED[what]] = {name: vars(each) for name, each in part.items()}
+        return value
 
     @classmethod
     def from_json(cls, value: Any) -> SavedStage:
@@ -108,10 +111,10 @@ class SavedStage:
             {plain_name(name): kind for name, kind in kinds.items()},
             {name: there for name, there in in_file.items() if name != there},
             bool(value["optimizer"]),
-            *(
-                {name: Sharded.from_json(each) for name, each in value.get(key, {}).items()}
-                for key in ("sharded", "sharded_state")
-            ),
+            {
+                what: {name: Sharded.from_json(each) for name, each in value.get(key, {}).items()}
+                for what, key in _SHARDED.items()
+            },
         )
 
 
@@ -137,7 +140,7 @@ class Manifest:
         """The content of the file."""
         value = {
             "format": FORMAT,
-            "version": VERSION if any(stage.sharded or stage.sharded_state for stage in self.stages) else _WHOLE,
+            "version": VERSION if any(any(stage.sharded.values()) for stage in self.stages) else _WHOLE,
             "libraries": {
                 "pipework": pipework.__version__,
                 "torch": torch.__version__,
@@ -200,7 +203,7 @@ class Manifest:
             DamagedError: a file is missing or has another checksum, or the manifest does not list it.
         """
         paths = {shard: self.verify(directory, file) for shard, file in stage.files(what).items()}
-        return open_stage(paths, stage.sharded if what == "model" else stage.sharded_state)
+        return open_stage(paths, stage.sharded[what])
 
     def read_json(self, directory: Path, file: str) -> Any:
         """The value in a JSON file.

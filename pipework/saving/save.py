@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipework.saving import files
-from pipework.saving.collective import MeshCoordinate, process_group_of, run_on_all_ranks
+from pipework.saving.collective import process_group_of, run_on_all_ranks
 from pipework.saving.files import COMPLETE, Checksum, write_file
 from pipework.saving.manifest import Manifest, SavedStage, optimizer_values, stage_file, training_files
 from pipework.saving.optimizer import OptimizerShard, collect_state, split_by_stage
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     import pipework
     from pipework.backend import ProcessGroupView
+    from pipework.saving.manifest import What
+    from pipework.saving.tensor_files import Sharded
 
 
 def save_checkpoint(
@@ -91,10 +93,9 @@ def save_checkpoint(
     gathered_steps = [each["step"] for each in ready.shared]
     if len(set(gathered_steps)) > 1:
         raise ValueError(f"the ranks save different steps, {gathered_steps}: all must call save_checkpoint at the same")
-    coordinate = MeshCoordinate.of(group)
     training = ready.own.training
-    if coordinate.worker:  # the replica's first rank writes the states that all of its ranks have
-        training = training.different_from(ready.shared[group.rank - coordinate.worker]["training"])
+    if group.worker:  # the replica's first rank writes the states that all of its ranks have
+        training = training.different_from(ready.shared[group.rank - group.worker]["training"])
     place = Path(directory)
     partial = place / f"{files.step_name(step)}.tmp"
     try:
@@ -165,8 +166,8 @@ def _write(partial: Path, prepared: _Prepared, training: TrainingState, group: P
             write_values(optimizer_values(number), state.values)
         if first or model.sharded or parts.sharded:
             kinds = {name: Kind.of(tensor) for name, tensor in tensors.items()}
-            shards = model.sharded, parts.sharded
-            stages.append(SavedStage(number, group.rank, kinds, same, state is not None, *shards).to_json())
+            shards: Mapping[What, Mapping[str, Sharded]] = {"model": model.sharded, "optimizer": parts.sharded}
+            stages.append(SavedStage(number, group.rank, kinds, same, state is not None, shards).to_json())
     if training.values:
         tensors_file, values_file = training_files(group.rank)
         write(tensors_file, training.all_tensors)
@@ -178,11 +179,10 @@ def _complete(partial: Path, step: int, gathered: list[Any], group: ProcessGroup
     """Writes the manifest of the files of all ranks, on rank 0."""
     if group.rank != 0:
         return
-    by_kind: dict[bool, list[SavedStage]] = {True: [], False: []}
-    for written in gathered:
-        by_kind[written["whole"]] += map(SavedStage.from_json, written["stages"])
-    stages = sorted(by_kind[True], key=lambda stage: stage.stage)
-    for part in by_kind[False]:
-        stages[part.stage] = stages[part.stage].with_shards(part)
+    stages: dict[int, SavedStage] = {}
+    for written in sorted(gathered, key=lambda each: not each["whole"]):
+        for each in map(SavedStage.from_json, written["stages"]):
+            stages[each.stage] = stages[each.stage].with_shards(each) if each.stage in stages else each
     checksums = {name: Checksum(*each) for written in gathered for name, each in written["files"].items()}
-    files.finish(partial, Manifest(step, len(group.everyone), group.replicas, tuple(stages), checksums).to_bytes())
+    ordered = tuple(stages[number] for number in sorted(stages))
+    files.finish(partial, Manifest(step, len(group.everyone), group.replicas, ordered, checksums).to_bytes())
