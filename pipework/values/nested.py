@@ -88,10 +88,7 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
     """
     if isinstance(value, Tensor):
         return (value,), None
-    leaves, spec = pytree.tree_flatten(value)
-    if any(_holds_tensors(leaf) for leaf in leaves if _is_dataclass(leaf)):
-        opened = [DataclassNode.of(leaf) if _is_dataclass(leaf) and _holds_tensors(leaf) else leaf for leaf in leaves]
-        return flatten(pytree.tree_unflatten(opened, spec))
+    leaves, spec = leaves_of(value)
     places: dict[int, Place] = {}
     tensors: list[Tensor] = []
     marked: list[Any] = []
@@ -105,6 +102,22 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Structure | None]:
             _refuse_hidden_gradients(leaf)
             marked.append(leaf)
     return tuple(tensors), Structure(spec, tuple(marked))
+
+
+def leaves_of(value: Any, kinds: type | tuple[type, ...] = Tensor) -> tuple[list[Any], pytree.TreeSpec]:
+    """What `pytree.tree_flatten` gives, if dataclasses that hold leaves of these kinds are opened, too.
+
+    Example:
+        >>> Size = dataclasses.make_dataclass("Size", ["rows"])
+        >>> leaves, spec = leaves_of([Size(torch.ones(1)), Size(3)])
+        >>> leaves, pytree.tree_unflatten(leaves, spec)[1]
+        ([tensor([1.]), Size(rows=3)], Size(rows=3))
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    if not any(_holds(leaf, kinds) for leaf in leaves):
+        return leaves, spec
+    opened = [DataclassNode.of(leaf) if _holds(leaf, kinds) else leaf for leaf in leaves]
+    return leaves_of(pytree.tree_unflatten(opened, spec), kinds)
 
 
 def unflatten(tensors: tuple[Tensor, ...], structure: Structure | None) -> Any:
@@ -188,21 +201,18 @@ def describe(structure: Structure | None) -> str:
     return str(pytree.tree_unflatten(leaves, structure.spec)).replace("'", "")
 
 
-def _is_dataclass(leaf: Any) -> bool:
-    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
-
-
 def fields_of(instance: Any) -> dict[str, Any]:
     """The fields of a dataclass that have a value."""
     names = [field.name for field in dataclasses.fields(instance)]
     return {name: getattr(instance, name) for name in names if hasattr(instance, name)}
 
 
-def _holds_tensors(instance: Any) -> bool:
-    return any(
-        isinstance(leaf, Tensor) or (_is_dataclass(leaf) and _holds_tensors(leaf))
-        for leaf in pytree.tree_leaves(list(fields_of(instance).values()))
-    )
+def _holds(leaf: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Whether a leaf is a dataclass that holds leaves of these kinds."""
+    if isinstance(leaf, type) or not dataclasses.is_dataclass(leaf):
+        return False
+    inside = pytree.tree_leaves(list(fields_of(leaf).values()))
+    return any(isinstance(each, kinds) or _holds(each, kinds) for each in inside)
 
 
 def _refuse_hidden_gradients(leaf: Any) -> None:

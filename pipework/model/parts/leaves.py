@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
-from pipework.values.nested import DataclassNode, fields_of
+from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,11 +66,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     """
     if isinstance(tree, _ALONE):  # most values are, and to take them apart would cost as much as a small unit
         return [tree], _LEAF
-    leaves, spec = torch_private.pytree.tree_flatten(tree)
-    if not any(_is_open(leaf) for leaf in leaves):
-        return leaves, spec
-    opened = [DataclassNode.of(leaf) if _is_open(leaf) else leaf for leaf in leaves]
-    return flatten(torch_private.pytree.tree_unflatten(opened, spec))
+    return nested.leaves_of(tree, (Tensor, Absent))
 
 
 def unflatten(leaves: Iterable[Any], form: Any) -> Any:
@@ -121,11 +116,3 @@ def _collect(value: Any, found: list[Tensor], seen: dict[int, Any]) -> None:
             _collect(list(leaf), found, seen)
         else:
             _collect(list(getattr(leaf, "__dict__", {}).values()), found, seen)
-
-
-def _is_open(leaf: Any) -> bool:
-    """Whether a leaf is a dataclass that holds tensors, or what stands in place of them."""
-    if isinstance(leaf, type | Absent) or not dataclasses.is_dataclass(leaf):
-        return False
-    inside = torch_private.pytree.tree_leaves(list(fields_of(leaf).values()))
-    return any(isinstance(each, Tensor | Absent) or _is_open(each) for each in inside)
