@@ -256,7 +256,7 @@ class Layout:
                 places = _places(value, rows) if value is not first.value else []
                 # Dimension 0, unless another one alone has the size.
                 found[name] = self.dims.get(name, 0 if not places or 0 in places else places[0])
-        if _other_size(nodes, found, rows):  # then the size alone says too little
+        if _has_other_size(nodes, found, rows):  # then the size alone says too little
             found = {name: self.dims.get(name, 0) for name in found}
         return found
 
@@ -265,27 +265,23 @@ class Layout:
 
     def _doubts(self, nodes: Sequence[Value], first: Value, rows: int, found: Mapping[str, int]) -> list[str]:
         """A text for each value that is cut where it is not clear that its rows are."""
-        doubts = []
+        doubts, has_twice = [], _has_other_size(nodes, found, rows)
         for name, value, mark in nodes:
             if mark is not None or value is first.value or self._is_known(name, value):
                 continue
             dim, places = found.get(name, 0), _places(value, rows)
-            others = " or ".join(str(each) for each in places if each != dim)
-            of_first = isinstance(value, list | deque) and len(value) > 1 and first.name.startswith(f"{name}[")
-            of_first = of_first and name not in self._entries
-            if _holds_tensors(value) and (len(value) == rows or of_first):
-                why = "each of its tensors is cut, but it may have one entry for each row of the batch"
-            elif others:
-                why = f"it is cut along dimension {dim}, but dimension {others} may also be the batch's {rows} rows"
-            elif places and dim:
-                why = f"it is cut along dimension {dim}, the only one of as many as the batch's {rows} rows"
-            elif places and (other := _other_size(nodes, found, rows)):
-                why = f"it is cut into the {rows} rows of the batch, but {rows} is also another size of {other!r}"
-            elif places and may_be_offsets(value):
-                why = f"it is cut into the {rows} rows of the batch, but it may hold offsets into another tensor"
+            if _holds_tensors(value):  # as many as rows may be one for each row; a list may be all that there is to cut
+                of_first = isinstance(value, list | deque) and len(value) > 1 and first.name.startswith(f"{name}[")
+                is_clear = len(value) != rows and not (of_first and name not in self._entries)
             else:
-                continue
-            doubts.append(f"{_described(name, value)}: {why}. {_WAYS}. Chunk(value, dim={dim}) confirms it")
+                is_only_place = places == [0] and not dim
+                is_clear = not places or (is_only_place and not has_twice and not may_be_offsets(value))
+            if not is_clear:
+                doubts.append(
+                    f"{_described(name, value)}, and is cut along dimension {dim} into the batch's {rows} rows. Its "
+                    "shape does not show that these are its rows: another size is the same, or it may have one entry "
+                    f"for each row, or offsets into another tensor. {_WAYS}. Chunk(value, dim={dim}) confirms it"
+                )
         return doubts
 
     def _refuse_entries(self, nodes: Iterable[Value], rows: int, *, lists_of_tensors: bool = False) -> None:
@@ -297,15 +293,14 @@ class Layout:
             lists_of_tensors: whether lists whose tensors are cut are refused, too.
         """
         for name, value, mark in nodes:
-            is_cut = _holds_tensors(value)
-            if mark is not None or (is_cut and not lists_of_tensors) or self._is_known(name, value):
+            if mark is not None or (_holds_tensors(value) and not lists_of_tensors) or self._is_known(name, value):
                 continue
             if has_entries(value, rows):
-                also = "if each of its tensors has the rows, give Chunk(value); " if is_cut else ""
                 raise ValueError(
                     f"{_described(name, value)}, as many as the batch has rows, and only tensors are cut. If each row "
                     "has one of them, give a tensor, or cut the batch yourself, with split= or MicroBatches; "
-                    f"{also}if every micro-batch needs all of it, give NoChunk(value)"
+                    "if each of its tensors has the rows, give Chunk(value); if every micro-batch needs all of it, "
+                    "give NoChunk(value)"
                 )
 
 
@@ -351,12 +346,11 @@ def _places(value: Any, rows: int) -> list[int]:
     return [dim for dim, size in enumerate(value.shape) if size == rows] if isinstance(value, Tensor) else []
 
 
-def _other_size(nodes: Iterable[Value], found: Mapping[str, int], rows: int) -> str | None:
-    """The name of a tensor that has the number of rows as another size, too."""
-    for name, value, mark in nodes:
-        if any(dim != (found[name] if mark is None else mark) for dim in _places(value, rows)):
-            return name
-    return None
+def _has_other_size(nodes: Iterable[Value], found: Mapping[str, int], rows: int) -> bool:
+    """Whether a tensor has the number of rows as another size, too."""
+    return any(
+        dim != (found[name] if mark is None else mark) for name, value, mark in nodes for dim in _places(value, rows)
+    )
 
 
 def may_be_offsets(tensor: Tensor) -> bool:
