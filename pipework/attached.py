@@ -18,7 +18,7 @@ from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.marks import checked_pieces
 from pipework.model.parts.check import Weighed, check_loss, check_parts
 from pipework.model.parts.cut import Cuttable, refuse_own_forward
-from pipework.model.parts.following import Following, OwnParameters, take_over
+from pipework.model.parts.following import Following, own_parameters, take_over
 from pipework.model.parts.part import Part
 from pipework.model.parts.run import Message
 from pipework.model.parts.sample import LossPlace, arguments_of, as_given, single_rows
@@ -238,11 +238,8 @@ def attach(
         [layer.get_submodule("model") for layer in layers if layer not in here],
     )
     if len(here) < len(layers):
-        model.__dict__["named_parameters"] = OwnParameters(model)
+        model.__dict__["named_parameters"] = functools.partial(own_parameters, model)
         model.__dict__["to"] = functools.partial(_moved, model)
-        pipe._anew = "make the model again, attach a pipe to it, and load a checkpoint of this one"
-    else:
-        pipe._anew = "take it off, `del model.forward`, and attach another"
     pipe._attached = AttachedModel(model, pipe, cuttable, signature, target)
     model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
     if loss_reduction == "mean":

@@ -14,7 +14,7 @@ from pipework.assignment.partition import split_layers
 from pipework.backend import Backend, PipeSpec
 from pipework.executor import Executor
 from pipework.model.batchnorm import convert_deferred_batch_norm
-from pipework.model.layers import Layers, WrappedModule, refuse_own_behaviour
+from pipework.model.layers import Layers, refuse_own_behaviour
 from pipework.model.materialize import on_meta
 from pipework.model.sequential import tuple_rule
 from pipework.runtime.random.streams import draw_key
@@ -117,7 +117,7 @@ class Pipe(Layers):
     """
 
     _own_attributes: ClassVar[frozenset[str]] = Layers._own_attributes | {
-        "_assignment", "_backend", "_executor", "_wrapped",
+        "_assignment", "_backend", "_executor",
     }  # fmt: skip
     _executor_type: ClassVar[type[Executor]] = Executor
     _warns: ClassVar[bool] = True  # of what is probably not meant; see `PipeWarning`
@@ -177,7 +177,6 @@ class Pipe(Layers):
             backend.join(PipeSpec(module, assignment, partitions, executor.skips, settings, key, own, workers))
         settings.place(self.output_device)
         self.training = module.training
-        self._wrapped = WrappedModule(module if self._warns else None)
 
     _refused_attributes = Layers._refused_attributes | frozenset(Settings.names())
 
@@ -370,7 +369,7 @@ class Pipe(Layers):
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
-        warnings = self._wrapped.warnings()
+        warnings: list[str] = []
         with ShortTracebacks(), generators_given_up(), self._backend.calling(what):
             self._refuse_changed_partitions()
             self._refuse_to_run_without_data()

@@ -538,7 +538,6 @@ def state_of(pipe: Pipe, x: Tensor) -> list[Any]:
             if name not in ("_programs", "_engine_lock", "_deferring")
         },
         id(pipe._executor),
-        copy.copy(vars(pipe._wrapped)),
         [pipe._executor._padding_checks],
     ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import weakref
 from collections import OrderedDict
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from pipework import fsdp_private, torch_private
-from pipework.model.materialize import filling, materialize_partitions, move, unfilled, waits
+from pipework.model.materialize import filling, materialize_partitions, move, waits
 from pipework.model.sequential import PipeSequential, WithDevice
 from pipework.model.state_names import has_own_names, state_name, state_tensors
 
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
-
-_ANEW_ON_RANKS = (
-    "make a new Pipe of the whole model that this one was made of, Pipe(model, ..., mesh=mesh), since a pipe has the "
-    "layers of its own process only; for another balance make the model again, and load a checkpoint"
-)
 
 
 class Layers(nn.Module):
@@ -40,7 +34,7 @@ class Layers(nn.Module):
 
     # Every other attribute is a layer, which may have any name, such as "chunks" or "devices".
     _own_attributes: ClassVar[frozenset[str]] = frozenset(
-        ("_anew", "_elsewhere", "_first_layers", "_key", "_partitions", "_stage_devices", "_waiting")
+        ("_elsewhere", "_first_layers", "_key", "_partitions", "_stage_devices", "_waiting")
     )
 
     # The arguments of a pipe are read-only. Methods such as `forward` may be replaced.
@@ -67,7 +61,6 @@ class Layers(nn.Module):
         others = [partition for stage, partition in enumerate(partitions) if stage not in here]
         # The names of the layers of other processes; of parts of a model those of their tensors, too.
         self._elsewhere = frozenset([name for each in others for name in (*each._modules, *state_tensors(each))])
-        self._anew = _ANEW_ON_RANKS if others else "make a new Pipe of the same layers"
         self._waiting = bool(self._on_meta())
 
     @property
@@ -220,10 +213,10 @@ class Layers(nn.Module):
         pairs = zip(self.partitions, self._stage_devices, strict=True)
         return [(layer, device) for part, device in pairs for layer in part if waits(layer, device)]
 
-    def _materialize(self) -> list[str]:
-        """Tries again to initialise layers on the meta device; returns the names of those that cannot be."""
+    def _materialize(self) -> dict[str, str]:
+        """Tries again to initialise layers on the meta device; returns those that cannot be, and what they lack."""
         if not self._waiting:
-            return []
+            return {}
         left = materialize_partitions(self.partitions, self._stage_devices, self._first_layers, self._key)
         for part, device in zip(reversed(self.partitions), reversed(self._stage_devices), strict=True):
             move(part, device)
@@ -234,8 +227,7 @@ class Layers(nn.Module):
         """Raises a RuntimeError if a layer lies on the meta device although its partition runs elsewhere."""
         left = self._materialize()
         if left:
-            layers: dict[str, Any] = dict(self._modules)
-            listed = "\n".join(f"layer {name!r}:\n" + indent(unfilled(layers[name]), "    ") for name in left)
+            listed = "\n".join(f"layer {name!r}:\n{indent(tensors, '    ')}" for name, tensors in left.items())
             raise RuntimeError(
                 "layers that were built on the meta device have no data and could not be initialised.\n"
                 f"{listed}\nGive each of these classes a reset_parameters() that fills all that it owns, as the "
@@ -262,7 +254,11 @@ class Layers(nn.Module):
         elif name in self._modules:
             self._replace(name, value)
         elif name in self._refused_attributes:
-            raise AttributeError(f"{name!r} of a pipe cannot be changed: {self._anew}")
+            raise AttributeError(
+                f"{name!r} of a pipe cannot be changed: make a new Pipe of the same layers. If other processes have "
+                "some of them, make the model again, and load a checkpoint; if the pipe is attached to a model, take "
+                "it off before, `del model.forward`"
+            )
         elif isinstance(value, nn.Module):
             raise AttributeError(
                 f"{name!r} is not among the layers of this pipe ({', '.join(self._modules)}), and none can be added; "
@@ -309,44 +305,6 @@ class Layers(nn.Module):
     def _prepared(self, layer: nn.Module) -> nn.Module:
         """The module that takes the place of a replaced layer; a subclass may convert it."""
         return layer
-
-
-class WrappedModule:
-    """Compares the module that a pipe was made of with what it was then: later changes do not reach the pipe.
-
-    Args:
-        module: whose layers a pipe has just taken; None: there is none.
-
-    Example:
-        >>> module = nn.Sequential(nn.Linear(2, 2))
-        >>> wrapped = WrappedModule(module)
-        >>> module[0] = nn.Linear(2, 3)
-        >>> [len(wrapped.warnings()) for _ in range(2)]  # once
-        [1, 0]
-    """
-
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self._module = None if module is None else weakref.ref(module)
-        self._layers = [] if module is None else [*module._modules.values()]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a pipe has copies of the layers, and the module has none."""
-        return WrappedModule, ()
-
-    def warnings(self) -> list[str]:
-        """What there is to be warned of, once."""
-        module = None if self._module is None else self._module()
-        if module is None:
-            self._layers = []  # the module does not keep them any more
-            return []
-        if self._layers == [*module._modules.values()] and not torch_private.all_hooks(module):
-            return []
-        self._module = None
-        return [
-            f"the {type(module).__name__} that this pipe was made of has other layers or hooks now, and the pipe keeps "
-            "those that it was made of. Replace a layer in the pipe, pipe[index] = layer, before the optimizer is "
-            "made; register hooks on the pipe or on a layer"
-        ]
 
 
 def refuse_own_behaviour(module: nn.Sequential) -> None:

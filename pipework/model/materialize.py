@@ -75,7 +75,7 @@ def materialize_partitions(
     devices: Sequence[torch.device],
     first_layers: Sequence[int],
     key: int | None = None,
-) -> list[str]:
+) -> dict[str, str]:
     """Gives layers on the meta device memory on the device of their partition, and initialises them.
 
     A layer's values depend on the key and its index alone, not on the device or on the other layers: they are drawn on
@@ -89,7 +89,8 @@ def materialize_partitions(
         key: the key of the random values; None: drawn from the caller's generator if there are such layers.
 
     Returns:
-        The names of the layers that cannot be initialised and stay on the meta device (see `unfilled`).
+        The layers that cannot be initialised and stay on the meta device: by the name of each, one line for each of its
+        tensors that nothing initialises.
 
     Raises:
         RuntimeError: another object refers to a tensor in a way that an exchange would break.
@@ -97,11 +98,11 @@ def materialize_partitions(
     Example:
         >>> partition = nn.Sequential(nn.Linear(2, 2, device="meta"))
         >>> materialize_partitions([partition], [torch.device("cpu")], [0])
-        []
+        {}
         >>> partition[0].weight.device
         device(type='cpu')
     """
-    left = []
+    left = {}
     for part, device, first in zip(partitions, devices, first_layers, strict=True):
         for number, (name, layer) in enumerate(named_layers(part), first):
             if not waits(layer, device):
@@ -111,30 +112,15 @@ def materialize_partitions(
                 # The values of a part of a model depend on the names of its modules, not on where the model is cut.
                 seed = key if hasattr(layer, _OF_LIBRARY) else mix(key, number, 0)
                 with whole_parameters(layer, device):
-                    is_left = _initialise(layer, seed)
+                    unfilled = _initialise(layer, seed)
             except Exception as error:
                 error.add_note(f"while layer {name!r}, which was built on the meta device, was initialised")
                 raise
-            if is_left:
-                left.append(name)
+            if unfilled:
+                left[name] = "\n".join(map(str, unfilled))
             else:
                 move_module(layer, device)
     return left
-
-
-def unfilled(layer: nn.Module) -> str:
-    """The tensors of a layer on the meta device that nothing initialises, one line for each of them.
-
-    Example:
-        >>> class Scale(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.scale = nn.Parameter(torch.ones(2, device="meta"))
-        >>> print(unfilled(Scale()))
-        scale: parameter of Scale
-    """
-    with whole_parameters(layer, torch.device("meta")):
-        return "\n".join(map(str, _initialise(layer, 0, keep=False)))
 
 
 def move(layer: nn.Module, device: torch.device) -> None:
@@ -170,13 +156,12 @@ def filling(layers: Sequence[tuple[nn.Module, torch.device]]) -> Iterator[None]:
                 meta_memory.take_back(*back)
 
 
-def _initialise(layer: nn.Module, seed: int, *, keep: bool = True) -> list[_Slot]:
+def _initialise(layer: nn.Module, seed: int) -> list[_Slot]:
     """Fills a layer in the host's memory; if there are tensors that nothing fills, it goes back to the meta device.
 
     Args:
         layer: the layer.
         seed: of its random values.
-        keep: whether a filled layer keeps its memory.
 
     Returns:
         The places of the tensors that nothing fills.
@@ -191,7 +176,7 @@ def _initialise(layer: nn.Module, seed: int, *, keep: bool = True) -> list[_Slot
             _reset(layer, slots, bare, meta_memory, seed)
         left = [slot for slot in missing if not _is_filled(slot, meta_memory)]
     finally:
-        if left or not keep:
+        if left:
             meta_memory.take_back()
     return left
 

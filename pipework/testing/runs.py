@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from pipework import torch_private
 from pipework.autograd import boundary
 from pipework.distributed.data_digest import data_digest
-from pipework.model.layers import WrappedModule
 from pipework.model.marks import Chunk, MicroBatches, NoChunk, has_micro_batches
 from pipework.model.row_dimensions import values_in
 from pipework.model.sequential import named_layers
@@ -140,14 +139,13 @@ class Runs:
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
         """Inside, an executor of its own stands in the pipe; afterwards all is as it was."""
-        before = {name: vars(self.pipe)[name] for name in ("_executor", "_wrapped")}
-        vars(self.pipe).update(_executor=self.executor, _wrapped=WrappedModule())
+        before, self.pipe._executor = self.pipe._executor, self.executor
         self._kept = ModuleStates(self._roots)
         try:
             yield
         finally:
             self._kept.put_back()
-            vars(self.pipe).update(before)
+            self.pipe._executor = before
 
     def traced(self, run: Callable[[], Values]) -> LayerTrace:
         """What the layers give in a run."""

@@ -42,7 +42,6 @@ WARNED_OF = {
     "one micro-batch for several workers": "chunks is 1",
     "hooks of a partition": "has hooks, which are not called",
     "a pipe without the mesh": "this pipe has no mesh: each process trains",
-    "other layers or hooks": "those that it was made of",
     "losses on which backward() is never called": "loss.backward() was called on none of the first ",
     "targets are padded unequally": "loss_weight=lambda target: (target != ",
     "is no mean over rows": "mean over rows",

@@ -1,6 +1,3 @@
-import copy
-import pickle
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +5,7 @@ import torch
 from torch import nn
 
 from pipework import Pipe, PipeWarning, torch_private
-from pipework.model.layers import Layers, WrappedModule
+from pipework.model.layers import Layers
 
 CPU = torch.device("cpu")
 
@@ -104,47 +101,3 @@ def test_hooks_of_a_partition_are_not_called_and_a_warning_says_so() -> None:
         pipe(torch.ones(4, 2)).sum().backward()
     assert [each.filename for each in caught] == [__file__]
     pipe(torch.ones(4, 2)).sum().backward()  # it is told once
-
-
-def module() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-
-
-def replaced(each: nn.Sequential) -> None:
-    each[2] = nn.Linear(4, 2)
-
-
-CHANGES: list[tuple[Callable[[nn.Sequential], object], str]] = [
-    (replaced, "has other layers or hooks now, and the pipe keeps those that it was made of"),
-    (lambda each: each.register_forward_hook(lambda *_: None), "has other layers or hooks now"),
-]
-
-
-@pytest.mark.parametrize(("change", "words"), CHANGES)
-def test_a_change_is_warned_of_at_the_next_call_and_once(change: Callable[[nn.Sequential], object], words: str) -> None:
-    changed, x = module(), torch.ones(4, 4)
-    pipe = Pipe(changed, 2, devices=["cpu", "cpu"])
-    expected = pipe(x)
-    change(changed)
-    with pytest.warns(PipeWarning, match=words) as seen:
-        assert torch.equal(pipe(x), expected)
-    assert len(seen) == 1
-    assert seen[0].filename == __file__
-    pipe(x)
-
-
-def test_it_keeps_neither_the_module_nor_afterwards_its_layers() -> None:
-    plain = module()
-    layer = weakref.ref(plain[0])
-    wrapped = WrappedModule(plain)
-    del plain
-    assert wrapped.warnings() == []
-    assert layer() is None
-
-
-def test_a_copy_has_no_module() -> None:
-    plain = module()
-    wrapped = WrappedModule(plain)
-    plain.append(nn.Tanh())
-    assert copy.deepcopy(wrapped).warnings() == pickle.loads(pickle.dumps(wrapped)).warnings() == []
-    assert len(wrapped.warnings()) == 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import Pipe
-from pipework.model.materialize import MetaMemory, materialize_partitions, move_module, on_meta, unfilled
+from pipework.model.materialize import MetaMemory, materialize_partitions, move_module, on_meta
 from pipework.runtime.random.streams import draw_key
 
 CPU = torch.device("cpu")
@@ -82,8 +82,8 @@ def layers() -> nn.Sequential:
     )
 
 
-def materialize(*named: nn.Module, first: int = 0, key: int = 1) -> list[str]:
-    """Initialises layers on the CPU; returns the names of those that cannot be."""
+def materialize(*named: nn.Module, first: int = 0, key: int = 1) -> dict[str, str]:
+    """Initialises layers on the CPU; returns those that cannot be, and what they lack."""
     return materialize_partitions([nn.Sequential(*named)], [CPU], [first], key)
 
 
@@ -161,7 +161,7 @@ def statistics(tensor: Tensor) -> tuple[float, float]:
 )
 def test_modules_are_filled_as_their_constructors_do(make: Callable[[], nn.Module]) -> None:
     built, filled = make(), on_meta_device(make)
-    assert materialize(filled) == []
+    assert materialize(filled) == {}
     expected = {**dict(built.named_parameters()), **dict(built.named_buffers())}
     actual = {**dict(filled.named_parameters()), **dict(filled.named_buffers())}
     assert list(actual) == list(expected)
@@ -263,7 +263,7 @@ def replace(module: ByHand) -> None:
 def test_ways_to_fill(reset: Callable[[Any], object]) -> None:
     layer = on_meta_device(lambda: ByHand(reset))
     weight = layer.weight
-    assert materialize(layer) == []
+    assert materialize(layer) == {}
     assert layer.weight is weight
     assert not layer.weight.isnan().any()
     assert not any(tensor.is_meta for tensor in (layer.weight, layer.count, layer.flags))
@@ -302,8 +302,7 @@ def test_layers_that_cannot_be_filled_stay_and_say_what_is_left(make: Callable[[
     good = on_meta_device(lambda: nn.Linear(2, 2))
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    assert materialize(layer, good) == ["0"]
-    assert unfilled(layer).splitlines() == left
+    assert materialize(layer, good) == {"0": "\n".join(left)}
     assert all(a is b for a, b in zip(tensors, [*layer.parameters(), *layer.buffers()], strict=True))
     assert all(tensor.is_meta for tensor in tensors)
     assert not on_meta(good)
@@ -321,7 +320,7 @@ def test_a_parent_may_fill_what_its_children_do_not() -> None:
                 nn.init.ones_(scale)
 
     layer = on_meta_device(Parent)
-    assert materialize(layer) == []
+    assert materialize(layer) == {}
     assert [scale.tolist() for scale in layer.scales] == [[1, 1], [1, 1, 1]]
 
 

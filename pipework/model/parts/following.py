@@ -193,21 +193,12 @@ def take_over(containers: Mapping[str, nn.Module], here: Iterable[nn.Module], el
                         getattr(container, kind)[each] = tensor
 
 
-class OwnParameters:
-    """In place of the method `named_parameters` of a model of which other processes have some parameters.
+def own_parameters(
+    model: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that this process trains, in place of `named_parameters` of a model with other processes' units.
 
-    An optimizer of `model.parameters()` then has the parameters that this process trains.
-
-    Args:
-        model: whose units have been distributed.
+    An optimizer of `model.parameters()` then has the parameters of this process alone.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of this process."""
-        every = type(self._model).named_parameters(self._model, prefix, recurse, remove_duplicate)
-        return ((name, parameter) for name, parameter in every if released_from(parameter) is None)
+    every = type(model).named_parameters(model, prefix, recurse, remove_duplicate)
+    return ((name, parameter) for name, parameter in every if released_from(parameter) is None)
