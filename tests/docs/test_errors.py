@@ -45,7 +45,7 @@ WARNED_OF = {
     "losses on which backward() is never called": "loss.backward() was called on none of the first ",
     "targets are padded unequally": "loss_weight=lambda target: (target != ",
     "is no mean over rows": "mean over rows",
-    "an input": "one entry for each row of the batch",
+    "an input": "shape does not show that these are its rows",
     "or a module": "takes dimension 1 for the batch",
     "an output": "joins along it",
 }
