@@ -13,7 +13,12 @@ from pipework.backend import ProcessGroupView, StepCall
 from pipework.distributed.agreement import contract, note_places
 from pipework.distributed.gradients.data_parallel import Averaging
 from pipework.distributed.gradients.found_inf import FoundInf
-from pipework.distributed.gradients.grad_norm import norm_of_all, norms_of_stages
+from pipework.distributed.gradients.grad_norm import (
+    missing_gradients,
+    norm_of_all,
+    norms_of_stages,
+    refuse_some_missing,
+)
 from pipework.distributed.gradients.tied import tied_parameters
 from pipework.distributed.mesh import mesh_of
 from pipework.distributed.own_layers import refuse_optimizers_of_others, refuse_partial_clipping
@@ -21,7 +26,6 @@ from pipework.distributed.peer_group import PeerGroup
 from pipework.distributed.rendezvous import RendezvousSpec
 from pipework.distributed.shared_tensors import SharedTensors, refuse_foreign_meshes, refuse_other_shards
 from pipework.distributed.step_calls import Delivered, StepCalls
-from pipework.distributed.transport.groups import all_gather
 from pipework.distributed.transport.rank_transport import RankTransport
 from pipework.fsdp_private import fsdp_modules
 from pipework.model.release import release_layers
@@ -219,7 +223,7 @@ class DistributedBackend(PeerGroup):
     ) -> Tensor:
         """By the norm of the gradients on all ranks of the pipe."""
         with self.calling("clip_grad_norm_"):
-            norm = self._gradient_norm({n: list(part.parameters()) for n, part in stages.items()}, norm_type)
+            norm = self._gradient_norm(stages, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
@@ -231,30 +235,34 @@ class DistributedBackend(PeerGroup):
             nn.utils.clip_grads_with_norm_([parameter], max_norm, norm)
         return norm
 
-    def _gradient_norm(self, stages: Mapping[int, Sequence[Tensor]], norm_type: float) -> Tensor:
+    def _gradient_norm(self, stages: Mapping[int, nn.Sequential], norm_type: float) -> Tensor:
         """The norm of all gradients of the pipe, computed on every rank from the norms of all ranks.
 
         Args:
-            stages: the parameters of each stage of this rank; a parameter of several stages counts once.
+            stages: the layers of each stage of this rank; a parameter of several stages counts once.
             norm_type: the order of the norm.
 
         Raises:
             ValueError: other ranks of the pipe brought other losses backward, or some that have the same layers have
                 no gradient where others have one.
         """
-        tied, layers = self.connections.tied, self.connections.groups.get("layers")
-        elsewhere = tied.counted_elsewhere
-        local = self._tensors.local
-        if layers is not None:  # which take the norm of a DTensor together
-            every = [each for part in stages.values() for each in part if id(each) not in local or is_dtensor(each)]
-            flags = bytes([each.grad is not None for each in every])
-            rows = self.on_worker(lambda: all_gather(layers, flags))
-            self._tensors.refuse_some_missing(every, torch.tensor(list(map(list, rows))))
-        mine = norms_of_stages(stages, {*elsewhere, *local}, norm_type)
+        elsewhere, local = self.connections.tied.counted_elsewhere, self._tensors.local
+        if len(self.everyone) > len(self.pipe_ranks):
+            # The ranks that have parts of a DTensor take its norm in collectives of PyTorch. A rank that fails before
+            # would leave the others there. So all ranks of the job come to the same verdict first.
+            missing = missing_gradients(stages, local, self.mesh.layer_ranks)
+            texts = self.gather("everyone", json.dumps(missing))
+            try:
+                refuse_some_missing(dict(zip(self.everyone, map(json.loads, texts), strict=True)))
+            except ValueError as error:
+                self._common_error = error
+                raise
+        parameters = {stage: list(layers.parameters()) for stage, layers in stages.items()}
+        mine = norms_of_stages(parameters, {*elsewhere, *local}, norm_type)
+        own = {stage: [each for each in every if id(each) in local] for stage, every in parameters.items()}
+        found = norms_of_stages(own, elsewhere, norm_type, lambda each: local[id(each)][0] == self.mesh.rank)
         norms = [json.loads(text) for text in self._gather_compared("control", json.dumps(mine))]
         if self._tensors.any_are_local:
-            own = {stage: [each for each in parameters if id(each) in local] for stage, parameters in stages.items()}
-            found = norms_of_stages(own, elsewhere, norm_type, lambda each: local[id(each)][0] == self.mesh.rank)
             norms += map(json.loads, self.gather("everyone", json.dumps(found)))
         return norm_of_all(norms, norm_type)
 

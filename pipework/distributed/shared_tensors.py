@@ -160,22 +160,6 @@ class SharedTensors:
                 alike.append(name)
         return different, alike
 
-    def refuse_some_missing(self, parameters: Sequence[Tensor], present: Tensor) -> None:
-        """Raises a ValueError if ranks that compute the same layers together do not all have the same gradients.
-
-        Args:
-            parameters: of this rank.
-            present: a row of each rank: for each parameter 1 if it has a gradient, else 0.
-        """
-        some = {id(each) for each, flag in zip(parameters, present.amax(0) - present.amin(0), strict=True) if flag}
-        if some:
-            raise ValueError(
-                "some of the ranks that compute the same layers together have no gradient of "
-                f"{_listed([name for name, tensor in self._named if id(tensor) in some])}, and others have one, so "
-                "they have no norm: use a layer on all of these ranks. If each has a parameter of its own that is no "
-                "DTensor, name it in local_parameters"
-            )
-
 
 def refuse_some_different(different: Sequence[str], alike: Sequence[str]) -> None:
     """Raises a ValueError if replicas have the same values of some parameters, and other values of others.

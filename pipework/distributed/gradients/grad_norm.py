@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipework import torch_private
+from pipework.model.state_names import state_name
 from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed.tensor import Placement
 
 Norms = dict[str, list[tuple[str, float]]]
@@ -61,6 +62,57 @@ def norms_of_stages(
         if counts is None or counts(parameter):
             norms[str(stage)].append(norm)
     return norms
+
+
+def missing_gradients(
+    stages: Mapping[int, nn.Sequential], local: Collection[int], layer_ranks: Sequence[int]
+) -> list[tuple[str, list[int]]]:
+    """The parameters of one process that have no gradient, and need one if another process has it.
+
+    Args:
+        stages: the layers of each of its stages.
+        local: the ids of the parameters that this process has values of its own of.
+        layer_ranks: the ranks that compute these layers together.
+
+    Returns:
+        The name of each parameter, and the ranks of which all or none must have its gradient: those that have a part of
+        a DTensor, else `layer_ranks`.
+    """
+    missing = []
+    for layers in stages.values():
+        for name, parameter in layers.named_parameters():
+            if parameter.grad is None and (is_dtensor(parameter) or id(parameter) not in local):
+                ranks = parameter.device_mesh.mesh.flatten().tolist() if is_dtensor(parameter) else [*layer_ranks]
+                missing.append((state_name(layers._modules, name), ranks))
+    return missing
+
+
+def refuse_some_missing(missing: Mapping[int, Sequence[tuple[str, Sequence[int]]]]) -> None:
+    """Raises a ValueError if some of the processes that compute a layer together have no gradient of a parameter.
+
+    Args:
+        missing: the `missing_gradients` of each rank of the job.
+
+    Example:
+        >>> both = [("0.weight", [0, 1])]
+        >>> refuse_some_missing({0: both, 1: both})
+        >>> refuse_some_missing({0: [], 1: both})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: of the ranks 0, 1, which compute the same layers together, only 1 has no gradient of 0.weight, ...
+    """
+    lacking: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, named in missing.items():
+        for name, ranks in named:
+            lacking.setdefault((name, tuple(ranks)), []).append(rank)
+    for (name, ranks), without in lacking.items():
+        if len(without) < len(ranks):
+            every, some = (", ".join(map(str, each)) for each in (ranks, without))
+            raise ValueError(
+                f"of the ranks {every}, which compute the same layers together, only {some} "
+                f"{'has' if len(without) == 1 else 'have'} no gradient of {name}, so it has no norm: use a layer on "
+                "all of these ranks. If each has a parameter of its own that is no DTensor, name it in local_parameters"
+            )
 
 
 def norm_of_all(processes: Sequence[Norms], norm_type: float) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import functional as F
 
 from pipework import Mesh, Pipe
+from pipework.distributed.transport import groups
 from pipework.runtime.random.shards import draw_per_rank
 from tests.distributed.together.alike import Pop, Stash, Tied, of_all_ranks, refused
 from tests.distributed.together.sharding import (
@@ -221,15 +222,37 @@ def test_masks_of_sharded_and_of_whole_activations(
 
 
 @runs_on(4)
-def test_a_gradient_that_a_rank_of_a_layer_group_lacks_is_named(mesh: Mesh) -> None:
+def test_a_gradient_that_a_rank_of_a_layer_group_lacks_is_named(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all ranks, before any of them waits in a collective of the layers, so that the pipe goes on afterwards."""
     device_mesh = mesh_of(2, 2)
     pipe = pipe_of(blocks(device_mesh["tp"]), device_mesh)
     x, y = data()
     pipe(x, target=y).backward()
     if mesh.rank == 3:
-        pipe[0].up.weight.grad = None  # the layer 2
-    with refused("some of the ranks that compute the same layers together have no gradient of 2.up.weight, and"):
-        pipe.clip_grad_norm_(1.0)
+        weight = pipe[0].up.weight  # of the layer 2
+        gradient, weight.grad = weight.grad, None
+    begin = groups.begin_gather
+
+    def begin_and_hear(group: Any, values: Any) -> Callable[[], Tensor]:
+        wait = begin(group, values)
+
+        def finish() -> Tensor:
+            """Rank 0 leaves if it hears of a failure, as it would if that came a moment earlier."""
+            rows = wait()
+            if (failure := pipe._backend.monitor.wait_for_failure(0.5)) is not None:  # type: ignore[attr-defined]
+                raise groups.LostConnectionError(failure.rank)
+            return rows
+
+        return finish
+
+    words = "of the ranks 2, 3, which compute the same layers together, only 3 has no gradient of 2.up.weight, so it"
+    with monkeypatch.context() as patch:
+        patch.setattr(groups, "begin_gather", begin if mesh.rank else begin_and_hear)
+        with pytest.raises(ValueError, match=words):
+            pipe.clip_grad_norm_(1.0)
+    if mesh.rank == 3:
+        weight.grad = gradient
+    torch.testing.assert_close(pipe.clip_grad_norm_(1.0), norm_of(mean_gradients([7])))
 
 
 class Waiting(nn.Module):
