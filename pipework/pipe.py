@@ -469,11 +469,11 @@ class Pipe(Layers):
 
         Outputs, loss, the gradients of parameters and inputs, buffers, and numbers that layers keep are compared:
 
-        * with the plain model, run micro-batch by micro-batch with the same random numbers, to the last bit: as the
-          model is, and without dropout (in evaluation mode, but for norms with running statistics). Where bits differ,
-          the plain model runs again: four times its own difference is allowed, as kernels may add in any order;
-        * with the plain model and the whole batch at once, relatively, without dropout. This shows whether the batch is
-          cut along its rows and the loss weighs them right.
+        * with the plain model, run micro-batch by micro-batch with the same random numbers, to the last bit. Where bits
+          differ, the plain model runs again: four times its own difference is allowed, as kernels may add in any order;
+        * with the plain model and the whole batch at once, relatively, without dropout (in evaluation mode, but for
+          norms with running statistics). This shows whether the batch is cut along its rows and the loss weighs them
+          right.
 
         Of a pipe that is attached to a model, the plain model is the model's own forward. In evaluation mode, and under
         `torch.no_grad()`, there are no gradients. With the loss outside, they are those of random numbers in place of
@@ -481,8 +481,8 @@ class Pipe(Layers):
         pipe remembers are as before, also after an error. But hooks of yours run, and what a forward writes into
         parameters, or into objects of other kinds than lists, dicts, sets and tensors, stays.
 
-        It takes the time of two steps of the pipe and three of the plain model, where one worker computes at a time,
-        and of at most four more if something differs. The memory is that of a step of the whole batch without
+        It takes the time of two steps of the pipe and two of the plain model, where one worker computes at a time, and
+        of at most three more if something differs. The memory is that of a step of the whole batch without
         recomputation, on the devices of the layers, a copy of the buffers there, and three copies of the gradients on
         the host. So take a batch that fits, with at least two rows in each micro-batch.
 
@@ -496,8 +496,8 @@ class Pipe(Layers):
             keyword_inputs: likewise.
 
         Returns:
-            What was found: true if nothing differs. `print(...)` shows a table, the first micro-batch and layer that
-            differ, and the usual reasons.
+            What was found: true if nothing differs. `print(...)` shows a table, the first layer that differs, and the
+            usual reasons.
 
         Raises:
             ValueError: there are no layers, processes hold shards of one layer, or were given different batches.

@@ -1,13 +1,12 @@
 """Proves a pipe on a mini-batch of the user's own: everything that it computes is compared with the plain model.
 
     as the model is     the pipe         with  the plain model, micro-batch by micro-batch    bitwise
-    without dropout     the pipe         with  the plain model, micro-batch by micro-batch    bitwise
-                        the pipe         with  the plain model, the whole batch at once       relatively
-    where bits differ   the plain model  with  itself, run again: some times what differs there is allowed above
+    where bits differ   the plain model  with  itself, run again: some times what differs there is allowed
+    without dropout     the pipe         with  the plain model, the whole batch at once       relatively
 
 Dropout is left out by evaluation mode, in all modules but norms with running statistics. Of a model in evaluation mode
-outputs and loss are compared, in the second way alone. Each run begins with the same state and the same seed. Where
-something differs, two runs with hooks on the layers find the first place.
+outputs and loss are compared. Each run begins with the same state and the same seed. Where something differs, two runs
+with hooks on the layers find the first place.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from pipework.fsdp_private import fsdp_modules
 from pipework.saving.training import random_states, set_random_states
 from pipework.schedule.draw.units import aligned
-from pipework.testing.comparison import MOST, ROUNDED, Compared, LayerPlace, allowed_for, differences, tolerance_of
+from pipework.testing.comparison import MOST, ROUNDED, Compared, allowed_for, apart, differences, tolerance_of
 from pipework.testing.runs import Runs, Values
 from pipework.torch_private import BatchNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from pipework.pipe import Pipe
 
@@ -40,7 +39,7 @@ class Verification:
 
     Attributes:
         compared: the lines of the table.
-        first: the first micro-batch and layer where something differs; empty: it was not found, or nothing differs.
+        first: the first layer whose tensors differ, and its micro-batch; empty: it was not found, or nothing differs.
         reasons: why it may differ, and what to do.
         notes: what was not compared.
     """
@@ -90,151 +89,130 @@ def verify(pipe: Pipe, inputs: tuple[Any, ...], keywords: Mapping[str, Any], tar
     try:
         runs = Runs(pipe, inputs, dict(keywords), target)
         with runs.instead():
-            return _Checks(runs).verification()
+            return _verification(runs)
     finally:
         set_random_states(states)
 
 
-class _Checks:
-    """Makes the runs, and compares their results. All processes know the differences of all, and so decide alike.
+def _verification(runs: Runs) -> Verification:
+    """Makes the runs, and compares their results. All processes know the differences of all, and so decide alike."""
+    notes: list[str] = []
+    if not runs.trains:
+        notes.append("the model is in evaluation mode: gradients were not compared")
+    elif not runs.grad:
+        notes.append("gradients are switched off, as by torch.no_grad(): none were compared")
+    elif not any(runs.of_all(any(parameter.requires_grad for parameter in runs.pipe.parameters()))):
+        notes.append("no parameter requires a gradient: none of parameters were compared")
+    pipe, plain = runs.of_pipe(), runs.of_plain()
+    computed = [each for kind in ("outputs", "loss", "gradients") for each in plain[kind].values()]
+    tolerance = max(runs.of_all(tolerance_of(computed)))
+    found = _differences(runs, pipe, plain)
+    bounds = {"gradients": tolerance} if runs.rounds else {}  # by kind; see "Where it ends" in docs/exactness.md
+    allowed: dict[str, float] = {}  # by kind, if the plain model differs from itself
+    lines, comparable = _table(_PIECES, found, bounds, allowed), True
+    if any(each.first for each in lines):
+        # Kernels that add in any order, such as those of flash attention's backward, give no bits to compare with.
+        again = _differences(runs, runs.of_plain(), plain)
+        every = {f"{kind}: {name}": each for kind, own in again.items() for name, each in own.items()}
+        itself = Compared.of("plain model", _ITSELF, every, MOST, "differs from itself")
+        comparable = not itself.first
+        if comparable and itself.difference:
+            allowed = _allowed(again, tolerance, notes)
+        lines = [*(_table(_PIECES, found, bounds, allowed) if comparable else ()), itself]
+    entire = Values()
+    if not runs.has_whole:
+        notes.append("micro-batches were given, or split= made them and the loss is outside: there is no whole batch")
+    elif comparable:
+        if runs.trains:
+            runs.without_dropout = True
+            pipe = runs.of_pipe()
+        entire = runs.of_plain(whole=True)
+        found = _differences(runs, runs.without_averages(pipe), runs.without_averages(entire))
+        suffix = ", without dropout" if runs.trains else ""
+        lines += _table(_WHOLE, found, dict.fromkeys(found, tolerance), allowed, suffix)
+    wrong = {each.against for each in lines if each.first}
+    if not wrong:
+        return Verification(tuple(lines), notes=tuple(notes))
+    against = next(each for each in (_PIECES, _ITSELF, _WHOLE) if each in wrong)
+    runs.without_dropout = runs.trains and against == _WHOLE
+    forward = max(
+        [tolerance if against == _WHOLE else 0.0, *(allowed[kind] for kind in allowed.keys() - {"gradients"})]
+    )
+    place = _first_place(runs, against == _WHOLE, forward, max(forward, allowed.get("gradients", 0.0)))
+    kinds = {each.what.partition(",")[0]: each.first for each in lines if each.against == against}
+    return Verification(tuple(lines), place, tuple(_reasons(runs, against, kinds)), tuple(notes))
+
+
+def _differences(runs: Runs, values: Values, reference: Values) -> _Found:
+    """By kind and name, how far apart the values of all processes are."""
+    found: _Found = {kind: {} for kind in values}
+    for told in runs.of_all({kind: differences(own, reference[kind]) for kind, own in values.items()}):
+        for kind, own in told.items():
+            for name, each in own.items():
+                found[kind][name] = max(each, found[kind].get(name, 0.0))
+    return found
+
+
+def _allowed(again: _Found, tolerance: float, notes: list[str]) -> dict[str, float]:
+    """How far the pipe may be apart, for the kinds in which the plain model differs from itself."""
+    own = {kind: max(found.values()) for kind, found in again.items() if found}
+    if "loss" in own:  # one number may be equal by chance
+        own["loss"] = max(own["loss"], own.get("outputs", own.get("gradients", 0.0)))
+    allowed = {kind: allowed_for(each, tolerance) for kind, each in own.items() if each}
+    texts = [f"{own[kind]:.2g} in {kind} ({most:.2g} was allowed)" for kind, most in allowed.items()]
+    notes += [_INEXACT.format(", ".join(texts)), _ANY_ORDER]
+    return allowed
+
+
+def _first_place(runs: Runs, whole: bool, forward: float, backward: float) -> str:
+    """The first place where something differs in any process, found by two further runs with hooks; empty: none.
 
     Args:
-        runs: of the pipe and of its plain model.
+        runs: as they were when something differed.
+        whole: whether the plain model gets the whole batch, whose gradients of layers are not compared.
+        forward: the tolerance of what layers give, relative to the largest element; 0: other bits count.
+        backward: likewise, of gradients.
     """
+    mine, theirs = runs.traced(runs.of_pipe), runs.traced(functools.partial(runs.of_plain, whole=whole))
+    own, places = mine.joined() if whole else mine.seen, []
+    for order, (key, reference) in enumerate(theirs.seen.items()):
+        micro_batch, layer, is_gradient, _ = key
+        if whole and (key not in own or own[key].shape != reference.shape):
+            continue  # a gradient, or what has no rows
+        if apart(own.get(key), reference) > (backward if is_gradient else forward):
+            what = "the gradient of its output" if is_gradient else "its output"
+            where = "" if whole else f"micro-batch {micro_batch}, "
+            places.append((theirs.turns[key], order, f"{where}layer {layer}: {what}"))
+    found = [each for each in runs.of_all(min(places, default=None)) if each is not None]
+    return min(found)[-1] if found else ""
 
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-        self._lines: list[Compared] = []
-        self._first = ""
-        self._most: dict[str, float] = {}  # by kind, how far the plain model was from itself: a run shows a part of it
-        self._reasons: list[str] = []
-        self._notes: list[str] = []
 
-    def verification(self) -> Verification:
-        """The result, the same in all processes."""
-        runs = self._runs
-        if not runs.trains:
-            self._notes.append("the model is in evaluation mode: gradients were not compared")
-        elif not runs.grad:
-            self._notes.append("gradients are switched off, as by torch.no_grad(): none were compared")
-        elif not any(runs.of_all(any(parameter.requires_grad for parameter in runs.pipe.parameters()))):
-            self._notes.append("no parameter requires a gradient: none of parameters were compared")
-        if runs.trains:
-            self._check("", whole=False)
-        runs.without_dropout = runs.trains
-        self._check(", without dropout" if runs.trains else "", whole=True)
-        reasons, notes = (tuple(dict.fromkeys(texts)) for texts in (self._reasons, self._notes))
-        return Verification(tuple(self._lines), self._first, reasons, notes)
+def _reasons(runs: Runs, against: str, kinds: Mapping[str, str]) -> list[str]:
+    """The usual reasons, and what to do.
 
-    def _check(self, suffix: str, *, whole: bool) -> None:
-        """Makes the lines of one way, and looks for the first place where something differs.
-
-        Args:
-            suffix: of the kinds, in the table.
-            whole: whether to compare with the whole batch, too.
-        """
-        runs, entire = self._runs, Values()
-        pipe, plain = runs.of_pipe(), runs.of_plain()
-        computed = [each for kind in ("outputs", "loss", "gradients") for each in plain[kind].values()]
-        tolerance = max(runs.of_all(tolerance_of(computed)))
-        bounds = {"gradients": tolerance} if runs.rounds else {}  # by kind; see "Where it ends" in docs/exactness.md
-        allowed: dict[str, float] = {}  # by kind, if the plain model differs from itself
-        found = self._differences(pipe, plain)
-        lines = _table(_PIECES, found, bounds, allowed, suffix)
-        comparable = True
-        if any(each.first for each in lines):
-            # Kernels that add in any order, such as those of flash attention's backward, give no bits to compare with.
-            again = self._differences(runs.of_plain(), plain)
-            every = {f"{kind}: {name}": each for kind, own in again.items() for name, each in own.items()}
-            itself = Compared.of(f"plain model{suffix}", _ITSELF, every, MOST, "differs from itself")
-            comparable = not itself.first
-            allowed = self._allowed(suffix, again, tolerance) if comparable else {}
-            lines = [*_table(_PIECES, found if comparable else {}, bounds, allowed, suffix), itself]
-        if whole and runs.is_given:
-            self._notes.append("the micro-batches were given, so there is no whole batch to compare with")
-        elif whole and not runs.has_whole:
-            self._notes.append("split= cut the batch, and the loss is outside: nothing was compared with the whole")
-        elif whole and comparable:
-            entire = runs.of_plain(whole=True)
-            found = self._differences(runs.without_averages(pipe), runs.without_averages(entire))
-            lines += _table(_WHOLE, found, dict.fromkeys(found, tolerance), allowed, suffix)
-        self._lines += lines
-        wrong = {each.against for each in lines if each.first}
-        if wrong and not self._first:
-            against = next(each for each in (_PIECES, _ITSELF, _WHOLE) if each in wrong)
-            reasons = self._reasons_of(against, lines, pipe, entire)
-            self._reasons += [each for told in runs.of_all(reasons) for each in told]
-            own = (allowed[kind] for kind in allowed if kind != "gradients")
-            forward = max(tolerance if against == _WHOLE else 0.0, *own, 0.0)
-            self._first = self._place(against == _WHOLE, forward, max(forward, allowed.get("gradients", 0.0)))
-
-    def _differences(self, values: Values, reference: Values) -> _Found:
-        """By kind and name, how far apart the values of all processes are."""
-        found: _Found = {kind: {} for kind in values}
-        for told in self._runs.of_all({kind: differences(own, reference[kind]) for kind, own in values.items()}):
-            for kind, own in told.items():
-                for name, each in own.items():
-                    found[kind][name] = max(each, found[kind].get(name, 0.0))
-        return found
-
-    def _allowed(self, suffix: str, again: _Found, tolerance: float) -> dict[str, float]:
-        """How far the pipe may be apart, for the kinds in which the plain model differs from itself."""
-        own = {kind: max(found.values()) for kind, found in again.items() if found}
-        if "loss" in own:  # one number may be equal by chance
-            own["loss"] = max(own["loss"], own.get("outputs", own.get("gradients", 0.0)))
-        most = {kind: max(each, self._most.get(kind, 0.0)) for kind, each in own.items() if each}
-        self._most.update(most)
-        allowed = {kind: allowed_for(each, tolerance) for kind, each in most.items()}
-        if most:
-            texts = [f"{most[kind]:.2g} in {kind} ({allowed[kind]:.2g} was allowed)" for kind in most]
-            self._notes += [_INEXACT.format(suffix, ", ".join(texts)), _ANY_ORDER]
-        return allowed
-
-    def _place(self, whole: bool, forward: float, backward: float) -> str:
-        """The first place where something differs in any process, found by two further runs with hooks; empty: none.
-
-        Args:
-            whole: whether the plain model gets the whole batch.
-            forward: the tolerance of what layers give.
-            backward: the tolerance of gradients.
-        """
-        runs = self._runs
-        mine, theirs = runs.traced(runs.of_pipe), runs.traced(functools.partial(runs.of_plain, whole=whole))
-        place = mine.first_difference(theirs, forward, backward, whole=whole)
-        if place is not None:
-            # Layers of other processes come before or after all of this one; for gradients the other way round.
-            offset = min(runs.pipe._partitions) * 1_000_000 * (-1 if place.is_gradient else 1)
-            place = place._replace(order=place.order + offset)
-        places = [LayerPlace(*each) for each in runs.of_all(place) if each is not None]
-        return str(min(places)) if places else ""
-
-    def _reasons_of(self, against: str, lines: Sequence[Compared], pipe: Values, entire: Values) -> list[str]:
-        """The usual reasons, and what to do."""
-        if against == _ITSELF:
-            return [_OTHER_NUMBERS]
-        kinds = {each.what.partition(",")[0]: each.first for each in lines if each.against == against}
-        if against == _PIECES:
-            return [_COUNTED_TWICE.format(kinds["attributes"])] if kinds.get("attributes") else [_STATE]
-        norms = [
-            f"{name!r} ({type(module).__name__})"
-            for name, module in self._runs.named_modules.items()
-            if isinstance(module, BatchNorm) and module.training
-        ]
-        if norms:
-            return [_BATCH_NORM.format(", ".join(norms[:3]))]
-        settings, loss = self._runs.executor.settings, []
-        if kinds.get("loss") and entire["loss"]:  # it is in this process
-            whole, pieces = (float(each["loss"]["the loss"]) for each in (entire, pipe))
-            weighed = "rows" if settings.loss_weight is None else "loss_weight"
-            way = "sum" if settings.loss_reduction == "sum" else f"mean by {weighed}"
-            loss = [_LOSS.format(whole, pieces, way, self._runs.micro_batches)]
-        if kinds.get("outputs") == "":
-            return loss if kinds.get("loss") else [_BACKWARD]
-        return [_ROWS, _CUT, *([_OF_LAYER] if settings.loss_fn is None else [])]
+    Args:
+        runs: of the pipe.
+        against: what the pipe was compared with.
+        kinds: the first name that differs of each kind; empty: none does.
+    """
+    if against == _ITSELF:
+        return [_OTHER_NUMBERS]
+    if against == _PIECES:
+        return [_COUNTED_TWICE.format(kinds["attributes"])] if kinds.get("attributes") else [_STATE]
+    norms = [
+        f"{name!r} ({type(module).__name__})"
+        for name, module in runs.named_modules.items()
+        if isinstance(module, BatchNorm) and module.training
+    ]
+    if norms := [each for told in runs.of_all(norms) for each in told]:
+        return [_BATCH_NORM.format(", ".join(norms[:3]))]
+    if kinds.get("outputs") == "":
+        return [_LOSS] if kinds.get("loss") else [_BACKWARD]
+    return [_ROWS, _CUT, *([_OF_LAYER] if runs.executor.settings.loss_fn is None else [])]
 
 
 def _table(
-    against: str, found: _Found, bounds: Mapping[str, float], allowed: Mapping[str, float], suffix: str
+    against: str, found: _Found, bounds: Mapping[str, float], allowed: Mapping[str, float], suffix: str = ""
 ) -> list[Compared]:
     """A line for each kind of which there are tensors.
 
@@ -254,7 +232,7 @@ def _table(
 
 
 _WITHIN: Final = "within what the plain model differs from itself"
-_INEXACT: Final = "run twice{}, the plain model differs from itself by up to {}"
+_INEXACT: Final = "run twice, the plain model differs from itself by up to {}"
 _ANY_ORDER: Final = (
     "kernels that add in any order (flash attention's backward, index_add on a GPU) make the plain model differ from "
     "itself, and so does a layer that draws numbers outside of PyTorch: "
@@ -278,10 +256,10 @@ _BATCH_NORM: Final = (
     "running statistics alone"
 )
 _LOSS: Final = (
-    "the loss of the whole batch is {:.7g}, and that of the pipe {:.7g}, the {} of its values for {} micro-batches. "
-    "Perhaps it is a sum (give loss_reduction='sum'), or a mean in spite of loss_reduction='sum'; or it leaves out "
-    "targets (loss_weight=, such as lambda target: (target != -100).sum()); or it compares rows with each other, as a "
-    "contrastive loss does (compute it outside, with schedule='gpipe')"
+    "the losses of the micro-batches do not add up to that of the whole batch. Perhaps the loss is a sum (give "
+    "loss_reduction='sum'), or a mean in spite of loss_reduction='sum'; or it leaves out targets (give loss_weight=, "
+    "such as lambda target: (target != -100).sum()); or it compares rows with each other, as a contrastive loss does "
+    "(compute it outside, with schedule='gpipe')"
 )
 _OF_LAYER: Final = (
     "the last layer returns a 0-dimensional output or loss for each micro-batch, and the pipe takes the mean by rows: "

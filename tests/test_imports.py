@@ -67,8 +67,8 @@ MAY_IMPORT = {
     "distributed.health": set(),
     "distributed.transport": {"runtime", "runtime.skips", "values"},
     "testing": {
-        "autograd", "distributed", "model", "runtime", "runtime.random", "runtime.skips", "runtime.stage", "saving",
-        "values",
+        "autograd", "distributed", "model", "model.parts", "runtime", "runtime.random", "runtime.skips",
+        "runtime.stage", "saving", "values",
     },
     "verify": {"saving", "schedule.draw", "testing"},
     "device_check": {"pipe", "skip", "testing"},

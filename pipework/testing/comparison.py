@@ -1,20 +1,15 @@
-"""Compares named tensors, bitwise or relative to the largest element, and finds the first layer that gives others."""
+"""Compares named tensors, bitwise or relative to the largest element."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipework import torch_private
-from pipework.runtime.random.streams import micro_batch_here
-from pipework.runtime.stage.recomputation import is_recomputing
-from pipework.torch_private import pytree
 from pipework.values.dtensor import is_dtensor, local_part
 
 if TYPE_CHECKING:
@@ -152,82 +147,3 @@ def apart(one: Any, other: Any, floor: float = 0.0) -> float:
     wide = torch.complex128 if one.is_complex() else torch.float64
     found = float((one[differ].to(wide) - other[differ].to(wide)).abs().max())
     return found / max(_largest(other), floor, _TINY) if math.isfinite(found) else math.inf
-
-
-class LayerPlace(NamedTuple):
-    """Where a difference was found; the smallest one is the first.
-
-    Attributes:
-        is_gradient: whether in what came back to a layer, and not in what it gave.
-        micro_batch: its number.
-        order: of the layers' calls, for gradients from behind.
-        layer: its name and class.
-    """
-
-    is_gradient: bool
-    micro_batch: int
-    order: int
-    layer: str
-
-    def __str__(self) -> str:
-        what = "the gradient of its output" if self.is_gradient else "its output"
-        return f"micro-batch {self.micro_batch}, layer {self.layer}: {what}"
-
-
-class LayerTrace:
-    """Hooks on layers note what each layer gives, and the gradient of that: copies on the CPU."""
-
-    def __init__(self) -> None:
-        self.seen: dict[tuple[bool, int, str, int], Tensor] = {}
-        self._counts = Counter[tuple[bool, int, str]]()
-
-    def watch(self, layers: Mapping[str, nn.Module]) -> None:
-        """Adds the hooks, which the caller removes.
-
-        Args:
-            layers: by name.
-        """
-        for name, layer in {id(layer): (name, layer) for name, layer in layers.items()}.values():
-            layer.register_forward_hook(functools.partial(self._gave, name))
-
-    def _gave(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
-        micro_batch = micro_batch_here()
-        named = f"{name!r} ({type(layer).__name__})"
-        for tensor in (each for each in pytree.tree_leaves(output) if isinstance(each, Tensor)):
-            if not is_recomputing():
-                self._note((False, micro_batch, named), tensor)
-            if tensor.requires_grad:
-                noted = functools.partial(self._note, (True, micro_batch, named))
-                tensor.register_hook(noted)  # type: ignore[no-untyped-call]
-
-    def _note(self, place: tuple[bool, int, str], tensor: Tensor) -> None:
-        self._counts[place] += 1
-        self.seen[(*place, self._counts[place])] = on_host(tensor)
-
-    def first_difference(
-        self, reference: LayerTrace, forward: float, backward: float, *, whole: bool
-    ) -> LayerPlace | None:
-        """The first place where layers gave something else.
-
-        Args:
-            reference: of the same micro-batches; or of one with all their rows, whose gradients are not compared.
-            forward: the tolerance of outputs, relative to the largest element; 0: other bits count.
-            backward: likewise, of gradients.
-            whole: whether the reference has all rows in one micro-batch.
-        """
-        calls, begins, found = Counter[tuple[bool, int]](), Counter[tuple[str, int]](), []
-        for key in self.seen if whole else reference.seen:
-            is_gradient, micro_batch, layer, number = key
-            calls[is_gradient, micro_batch] += 1
-            own, other = self.seen.get(key), reference.seen.get((is_gradient, 0, layer, number) if whole else key)
-            if whole and (is_gradient or own is None or other is None or not own.dim()):
-                continue
-            floor = _largest(other) if whole and other is not None and other.is_floating_point() else 0.0
-            if whole and own is not None and other is not None and other.dim() and len(own) < len(other):
-                begin = begins[layer, number]  # it is cut along the rows
-                begins[layer, number] += len(own)
-                other = other[begin : begin + len(own)]
-            most = backward if is_gradient else forward
-            if own is None or other is None or apart(own, other, floor) > most:
-                found.append(LayerPlace(is_gradient, micro_batch, calls[is_gradient, micro_batch], layer))
-        return min(found, default=None)

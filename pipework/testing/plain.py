@@ -12,10 +12,9 @@ If the pipe is attached to a model that is in this process as a whole, the model
 from __future__ import annotations
 
 import base64
-import ctypes
 import functools
+import io
 import itertools
-import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,11 +59,11 @@ class _Segment(NamedTuple):
     """Consecutive layers of one process.
 
     Attributes:
-        rank: of the process; None: there is one process.
+        place: of the process, among all.
         layers: each with its number in the model and its device; empty: another process has them.
     """
 
-    rank: int | None
+    place: int
     layers: list[tuple[int, torch.device, nn.Module]]
 
 
@@ -84,17 +83,21 @@ class PlainModel:
         pipe: whose layers it runs.
         executor: of the pipe.
         attached: the model to which the pipe is attached; None: there is none.
+
+    Attributes:
+        turns: how often a process has had its turn so far; the same number in all processes.
     """
 
     def __init__(self, pipe: Pipe, executor: Executor, attached: AttachedModel | None) -> None:
         self._pipe, self._executor = pipe, executor
         self._model = attached if attached is not None and pipe._backend.is_whole else None
+        self.turns = 0
         placement, self._devices = executor._assignment.placement, executor._assignment.partitioning.devices
         firsts = [0, *itertools.accumulate(pipe.balance)]
         self._last = firsts[-1] - 1
         self._segments = [
             _Segment(
-                rank,
+                0 if rank is None else pipe.ranks.everyone.index(rank),
                 [
                     (firsts[stage] + n, self._devices[stage], layer)
                     for stage in stages
@@ -131,20 +134,21 @@ class PlainModel:
                 last = passed[-1]
                 if self._segments[-1].layers and (batch.loss is None or batch.loss.keeps_output):
                     outputs.append((tuple([tensor.detach() for tensor in last.sent]), last.structure))
-                if last.loss is not None:
-                    parts.append(last.loss.detach())
-                if grad and batch.loss is None:  # the gradients belong to the joined outputs
+                if batch.loss is None:  # the gradients belong to the joined outputs
                     waiting.append(passed)
-                elif grad and batch.loss is not None:
-                    roots = [] if last.loss is None else [last.loss]
+                    continue
+                roots = [] if last.loss is None else [last.loss]
+                parts += [root.detach() for root in roots]
+                if grad:
                     self._backward(passed, roots, [torch.ones_like(r) * batch.loss.scale_in(r.dtype) for r in roots])
                     memory.separate()
-            joined = batch.split.joined(outputs) if waiting and outputs else None
-            shapes = [each.shape for each in cotangents if each is not None]
             cut: Sequence[tuple[Tensor | None, ...]] = [()] * len(waiting)
-            if joined is not None and joined.tensors and [each.shape for each in joined.tensors] == shapes:
-                cut = joined.cut(cotangents)
-            for passed, gradients in zip(waiting, cut, strict=True):
+            if waiting and outputs:
+                joined = batch.split.joined(outputs)
+                shapes = [each.shape for each in cotangents if each is not None]
+                if joined.tensors and [each.shape for each in joined.tensors] == shapes:
+                    cut = joined.cut(cotangents)
+            for passed, gradients in zip(waiting if grad else (), cut, strict=False):
                 self._backward(passed, passed[-1].sent, gradients)
                 memory.separate()
         found = dict(zip(map(id, aliases.parameters), aliases.take_gradients(), strict=True))
@@ -169,9 +173,10 @@ class PlainModel:
         passed, message = [], batch.split.micro_batches[micro_batch]
         for segment in self._segments:
             run = functools.partial(self._run, segment, batch, micro_batch, key, message)
-            own, sent = self._in_turn(segment, run, lambda own: nested.unflatten(own.sent, own.structure))
+            is_last = segment is self._segments[-1]
+            own, sent = self._in_turn(segment, run, lambda own: nested.unflatten(own.sent, own.structure), is_last)
             passed.append(own or _Passed())
-            message = message if segment is self._segments[-1] else nested.flatten(sent)
+            message = message if is_last else nested.flatten(sent)
         return passed
 
     def _backward(self, passed: Sequence[_Passed], roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -190,24 +195,24 @@ class PlainModel:
         for segment, own in zip(reversed(self._segments), reversed(passed), strict=True):
             begin = roots if segment is self._segments[-1] else own.sent
             work = functools.partial(run, own, begin, gradients)
-            _, gradients = self._in_turn(segment, work, lambda found: found)
+            _, gradients = self._in_turn(segment, work, lambda found: found, segment is self._segments[0])
 
-    def _in_turn(self, segment: _Segment, work: Callable[[], Any], share: Callable[[Any], Any]) -> tuple[Any, Any]:
+    def _in_turn(
+        self, segment: _Segment, work: Callable[[], Any], share: Callable[[Any], Any], is_end: bool
+    ) -> tuple[Any, Any]:
         """Runs work in the process that has the segment.
 
         Returns:
-            Its result there, else None; and in all processes what it shares, if there are several.
+            Its result there, else None; and in all processes what it shares, unless nothing comes after it.
         """
-        if segment.rank is None:
-            return work(), None
-        group = self._pipe.ranks
+        self.turns += 1
         done = run_on_all_ranks(
-            group,
+            self._pipe.ranks,
             "run its layers for pipe.verify",
             work if segment.layers else lambda: None,
-            lambda own: _packed(share(own)) if segment.layers else None,
+            lambda own: _packed(share(own)) if segment.layers and not is_end else None,
         )
-        return done.own, _unpacked(done.shared[group.everyone.index(segment.rank)])
+        return done.own, None if is_end else _unpacked(done.shared[segment.place])
 
     def _run(self, segment: _Segment, batch: PreparedBatch, micro_batch: int, key: int, message: Message) -> _Passed:
         """Runs the layers of a segment, and after the last one the loss."""
@@ -246,10 +251,7 @@ class PlainModel:
 
     def _of_layer(self, layer: nn.Module, number: int, device: torch.device, value: Any, target: list[Any]) -> Any:
         """What a layer returns for what the layer before returned."""
-        if number == 0:
-            arguments, keywords = value
-        else:
-            arguments, keywords = self._executor.tuples.arguments(value, layer, len(target)), {}
+        arguments, keywords = value if number == 0 else (self._executor.tuples.arguments(value, layer, len(target)), {})
         if len({*self._devices}) > 1:
             arguments, keywords = nested.replaced((arguments, keywords), Tensor, lambda tensor: tensor.to(device))
         return layer(*arguments, *target, **keywords)
@@ -281,26 +283,15 @@ def differentiate(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -
 
 
 def _packed(value: Any) -> str:
-    """Nested tensors as text, each without the rest of its storage."""
+    """Nested tensors as text, with their strides, on which sums depend, but without the rest of their storage."""
     tensors, structure = nested.flatten(value)
-    return json.dumps([None if structure is None else structure_json.encode(structure), *map(_written, tensors)])
+    file = io.BytesIO()
+    own = [tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    torch.save((None if structure is None else structure_json.encode(structure), own), file)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _unpacked(text: str) -> Any:
-    form, *tensors = json.loads(text)
+    form, tensors = torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
     structure = None if form is None else structure_json.decode(form, len(tensors))
-    return nested.unflatten(tuple([_read(*each) for each in tensors]), structure)
-
-
-def _written(tensor: Tensor) -> list[Any]:
-    """A tensor with its strides, on which sums depend, as JSON: nothing that another process sends is unpickled."""
-    own = tensor.detach().cpu().resolve_conj().resolve_neg().clone()
-    memory = own.untyped_storage()
-    data = ctypes.string_at(memory.data_ptr(), memory.nbytes()) if memory.nbytes() else b""
-    return [str(own.dtype), own.shape, own.stride(), tensor.requires_grad, base64.b64encode(data).decode()]
-
-
-def _read(dtype: str, shape: list[int], stride: list[int], requires_grad: bool, text: str) -> Tensor:
-    kind, data = structure_json.DTYPES[dtype], bytearray(base64.b64decode(text))
-    flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
-    return flat.as_strided(shape, stride).requires_grad_(requires_grad)
+    return nested.unflatten(tuple(tensors), structure)

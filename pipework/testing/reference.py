@@ -176,20 +176,29 @@ def joined(outputs: Sequence[Tensor], inputs: Any) -> Any:
 
 
 def micro_batches(inputs: Any, chunks: int) -> list[tuple[Any, ...]]:
-    """The positional arguments of each micro-batch.
+    """The positional arguments of each micro-batch; there are no more of them than rows.
 
     Example:
         >>> [len(rows) for rows, in micro_batches(torch.zeros(9, 2), 4)]
         [3, 2, 2, 2]
     """
     every = inputs if isinstance(inputs, tuple) else (inputs,)
-    given = [len(each) for each in every if isinstance(each, MicroBatches)]
-    if given:  # what is no `MicroBatches` goes to each of them whole
-        return list(
-            zip(*(each if isinstance(each, MicroBatches) else [each] * given[0] for each in every), strict=True)
-        )
-    count = max(1, min(chunks, len(every[0])))
-    return list(zip(*(each.tensor_split(count) for each in every), strict=True))
+    return _cut(every, max(1, min(chunks, len(every[0]))))
+
+
+def _cut(value: Any, count: int) -> list[Any]:
+    """A nested value for each micro-batch: its tensors are cut along dimension 0, or `MicroBatches` are taken apart."""
+    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda leaf: isinstance(leaf, MicroBatches))
+    given = next((len(leaf) for leaf in leaves if isinstance(leaf, MicroBatches)), None)
+
+    def pieces(leaf: Any) -> Sequence[Any]:
+        if isinstance(leaf, MicroBatches):
+            return leaf
+        if given is None and isinstance(leaf, Tensor):
+            return leaf.tensor_split(count)
+        return [leaf] * (count if given is None else given)  # each micro-batch gets it whole
+
+    return [pytree.tree_unflatten(each, spec) for each in zip(*map(pieces, leaves), strict=True)]
 
 
 @contextlib.contextmanager
@@ -254,7 +263,7 @@ def reference_step(
         True
     """
     pieces = micro_batches(inputs, chunks)
-    targets = list(_split(target, len(pieces)))
+    targets = _cut(target, len(pieces))
     if loss_reduction == "sum":
         factors: Sequence[float] = [1.0] * len(pieces)
     else:
@@ -290,14 +299,3 @@ def _loss(
     if len(model) > 1:
         value = model[:-1](*inputs)
     return model[-1](*tuple_rule(model).arguments(value, model[-1], 1), target), None
-
-
-def _split(target: Any, count: int) -> Iterator[Any]:
-    """The target of each micro-batch."""
-    if isinstance(target, MicroBatches):
-        yield from target
-        return
-    for number in range(count):
-        yield pytree.tree_map(
-            lambda leaf, number=number: leaf.tensor_split(count)[number] if isinstance(leaf, Tensor) else leaf, target
-        )

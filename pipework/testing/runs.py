@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,74 +17,67 @@ from pipework import torch_private
 from pipework.autograd import boundary
 from pipework.distributed.data_digest import data_digest
 from pipework.model.marks import Chunk, MicroBatches, NoChunk, has_micro_batches
+from pipework.model.parts.side_effects import put_back
 from pipework.model.row_dimensions import values_in
 from pipework.model.sequential import named_layers
-from pipework.runtime.random.streams import draw_key
-from pipework.testing.comparison import LayerTrace, apart, on_host
+from pipework.runtime.random.streams import draw_key, micro_batch_here
+from pipework.runtime.stage.recomputation import is_recomputing
+from pipework.testing.comparison import apart, on_host
 from pipework.testing.plain import PlainModel, differentiate
+from pipework.torch_private import pytree
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipework.model.marks import Piece
     from pipework.pipe import Pipe
 
-_CONTAINERS: Final = (dict, OrderedDict, defaultdict, list, set, deque)
-_WRAPPERS: Final = (NoChunk, Chunk, MicroBatches)
-
 # By kind ("outputs", "loss", ...), what a run gave: tensors on the CPU and plain values, by name.
 Values: TypeAlias = dict[str, dict[str, Any]]
+# A tensor in a trace: its micro-batch, its layer, whether it is a gradient, and its number among such tensors.
+Place: TypeAlias = tuple[int, str, bool, int]
 
 
-class ModuleStates:
-    """What modules and their attributes hold now; of tensors that are no parameters also their values.
+class LayerTrace:
+    """What layers give in a run, and the gradients of that, noted by hooks.
 
-    Lists, dicts, sets and deques keep their identity and get back their elements, at any depth. Other objects that an
-    attribute refers to are left alone.
-
-    Args:
-        modules: each with all modules below it.
-
-    Example:
-        >>> layer = nn.BatchNorm1d(2)
-        >>> kept = ModuleStates([layer])
-        >>> _ = layer.eval().running_mean.fill_(5.0)
-        >>> kept.put_back()
-        >>> layer.training, layer.running_mean
-        (True, tensor([0., 0.]))
+    Attributes:
+        seen: copies on the CPU, in the order of the run.
+        turns: for each how often a process of the plain model had had its turn.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._containers: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Tensor, Tensor]] = []
-        seen: set[int] = set()
-        for module in modules:
-            for each in module.modules():
-                self._keep(vars(each), seen)
+    def __init__(self, plain: PlainModel, layers: Mapping[str, nn.Module]) -> None:
+        self.seen: dict[Place, Tensor] = {}
+        self.turns: dict[Place, int] = {}
+        self._plain = plain
+        self._counts = Counter[tuple[int, str, bool]]()
+        for name, layer in {id(layer): (name, layer) for name, layer in layers.items()}.values():
+            layer.register_forward_hook(functools.partial(self._gave, f"{name!r} ({type(layer).__name__})"))
 
-    def _keep(self, value: Any, seen: set[int]) -> None:
-        if id(value) in seen or isinstance(value, nn.Parameter | nn.Module):
-            return
-        if isinstance(value, Tensor):
-            seen.add(id(value))
-            if not value.is_meta and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__:
-                self._tensors.append((value, value.detach().clone()))
-        elif type(value) in _CONTAINERS:
-            seen.add(id(value))
-            self._containers.append((value, copy.copy(value)))
-            for each in value.values() if isinstance(value, dict) else value:
-                self._keep(each, seen)
+    def _gave(self, layer: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        micro_batch = micro_batch_here()
+        for tensor in (each for each in pytree.tree_leaves(output) if isinstance(each, Tensor)):
+            if not is_recomputing():
+                self._note((micro_batch, layer, False), tensor)
+            if tensor.requires_grad:
+                noted = functools.partial(self._note, (micro_batch, layer, True))
+                tensor.register_hook(noted)  # type: ignore[no-untyped-call]
 
-    def put_back(self) -> None:
-        """Gives the modules what they had. A tensor with the same values is not written to: a graph may need it."""
-        for container, before in self._containers:
-            container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(before)
-        with torch.no_grad():
-            for tensor, before in self._tensors:
-                if not torch.equal(tensor, before):
-                    tensor.copy_(before)
+    def _note(self, place: tuple[int, str, bool], tensor: Tensor) -> None:
+        key = (*place, self._counts[place])
+        self._counts[place] += 1
+        self.seen[key], self.turns[key] = on_host(tensor), self._plain.turns
+
+    def joined(self) -> dict[Place, Tensor]:
+        """The outputs of all micro-batches in one, as far as they are cut along dimension 0."""
+        parts: dict[Place, list[Tensor]] = {}
+        for micro_batch, layer, is_gradient, number in sorted(self.seen):
+            tensor = self.seen[micro_batch, layer, is_gradient, number]
+            if not is_gradient and tensor.dim():
+                parts.setdefault((0, layer, False, number), []).append(tensor)
+        alike = {key: each for key, each in parts.items() if len({tensor.shape[1:] for tensor in each}) == 1}
+        return {key: torch.cat(each) for key, each in alike.items()}
 
 
 class Runs:
@@ -98,9 +92,7 @@ class Runs:
     Attributes:
         trains: whether the model is in training mode, in any process.
         without_dropout: whether the next runs leave dropout out.
-        is_given: whether the caller has made the micro-batches.
-        has_loss: whether the loss is inside.
-        micro_batches: how many there are.
+        has_whole: whether there is a whole batch, whose outputs or loss can be compared.
     """
 
     def __init__(self, pipe: Pipe, inputs: tuple[Any, ...], keywords: dict[str, Any], target: Any) -> None:
@@ -116,9 +108,7 @@ class Runs:
         self.plain = PlainModel(pipe, executor, self.attached)
         loss = executor.settings.loss_fn
         self._roots = [pipe, *pipe.partitions, *self.plain.modules, *([loss] if isinstance(loss, nn.Module) else [])]
-        self.without_dropout = self.is_given = self.has_loss = False
-        self.micro_batches = 0
-        self._trace: LayerTrace | None = None
+        self.without_dropout = self.has_whole = self._traces = False
         self._cotangents: list[Tensor | None] = []
         trains = pipe.training if self.attached is None else self.attached.model.training
         if self.attached is None and pipe._backend.is_whole:
@@ -140,73 +130,73 @@ class Runs:
     def instead(self) -> Iterator[None]:
         """Inside, an executor of its own stands in the pipe; afterwards all is as it was."""
         before, self.pipe._executor = self.pipe._executor, self.executor
-        self._kept = ModuleStates(self._roots)
         try:
             yield
         finally:
-            self._kept.put_back()
             self.pipe._executor = before
 
     def traced(self, run: Callable[[], Values]) -> LayerTrace:
         """What the layers give in a run."""
-        self._trace = LayerTrace()
+        self._traces = True
         run()
-        found, self._trace = self._trace, None
-        return found
+        self._traces = False
+        return self._trace
 
-    def _begin(self) -> tuple[tuple[Any, ...], dict[str, Any], Any, list[Tensor]]:
-        """Puts the state back.
+    @contextlib.contextmanager
+    def _begun(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Any, list[Tensor]]]:
+        """A context for one run; its end puts the state back.
 
-        Returns:
+        Yields:
             Copies of the inputs, the keywords and the target, and those of the inputs that get a gradient.
         """
-        self._kept.put_back()
-        if self.without_dropout:
+        with put_back(self._roots, values=True):
             for module in (module for root in self._roots for module in root.modules()):
-                if not isinstance(module, torch_private.StatisticsNorm):
+                if self.without_dropout and not isinstance(module, torch_private.StatisticsNorm):
                     module.training = False
-        if self._trace is not None:
-            self._trace.watch(self._layers())  # until the state is put back
-        arguments, keywords, target = self._call
-        if self.attached is not None:
-            arguments, keywords, names = self.attached.call_of(self.pipe, arguments, keywords)
-            target = names.get(self.attached.target)
-        torch.default_generator.manual_seed(self._seed)
-        made: dict[int, tuple[Tensor, Tensor]] = {}
-        arguments, keywords, target = _renewed((arguments, keywords, target), made)
-        return arguments, keywords, target, [leaf for leaf, _ in made.values() if leaf.requires_grad]
+            if self._traces:
+                self._trace = LayerTrace(self.plain, self._layers())
+            arguments, keywords, target = self._call
+            if self.attached is not None:
+                arguments, keywords, names = self.attached.call_of(self.pipe, arguments, keywords)
+                target = names.get(self.attached.target)
+            torch.default_generator.manual_seed(self._seed)
+            made: dict[int, tuple[Tensor, Tensor]] = {}
+            arguments, keywords, target = _renewed((arguments, keywords, target), made)
+            yield arguments, keywords, target, [leaf for leaf, _ in made.values() if leaf.requires_grad]
 
     def of_pipe(self) -> Values:
         """A mini-batch in the pipe."""
-        arguments, keywords, target, leaves = self._begin()
-        loss, output = None, None
-        with torch.set_grad_enabled(self.grad):
-            if target is None:
-                output = self.pipe.forward(*arguments, **keywords, outputs="all")
-            elif self.executor.settings.loss_fn is None:
-                loss = self.pipe.forward(*arguments, **keywords, target=target)
-            else:
-                loss, output = self.pipe.forward(*arguments, **keywords, target=target, return_output=True)
-        outputs = [] if output is None else _tensors(output)
-        wanted = [*(each for each in self.pipe.parameters() if each.requires_grad), *leaves]
-        found: dict[int, Any] = {}
-        roots = [each for each in ([loss] if loss is not None else outputs) if each.requires_grad]
-        if self.grad and roots:
-            scaler = self.executor.settings.grad_scaler  # it has scaled the gradients already
-            if loss is None:
+        with self._begun() as (arguments, keywords, target, leaves):
+            loss, output = None, None
+            with torch.set_grad_enabled(self.grad):
+                if target is None:
+                    output = self.pipe.forward(*arguments, **keywords, outputs="all")
+                elif self.executor.settings.loss_fn is None:
+                    loss = self.pipe.forward(*arguments, **keywords, target=target)
+                else:
+                    loss, output = self.pipe.forward(*arguments, **keywords, target=target, return_output=True)
+            parts = list(output) if isinstance(output, MicroBatches) else [output]
+            outputs = [tensor for part in parts if part is not None for tensor in nested.flatten(part)[0]]
+            wanted = [*(each for each in self.pipe.parameters() if each.requires_grad), *leaves]
+            found: dict[int, Any] = {}
+            roots = [each for each in ([loss] if loss is not None else outputs) if each.requires_grad]
+            if self.grad and roots:
+                scaler = self.executor.settings.grad_scaler  # it has scaled the gradients already
                 draw = torch.Generator().manual_seed(0)
-                self._cotangents = [
-                    torch.randn(each.shape, generator=draw).to(each) if each.requires_grad else None for each in outputs
-                ]
-                seeds = [each for each in self._cotangents if each is not None]
-            else:
-                seeds = [torch.ones_like(loss) * (1.0 if scaler is None else scaler.get_scale())]
-            if wanted:
-                gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-                found = dict(zip(map(id, wanted), gradients, strict=True))
-            else:
-                torch.autograd.backward(roots, seeds)  # other processes wait for this one
-        return self._values(outputs, loss, found, [found.get(id(leaf)) for leaf in leaves])
+                if loss is None:
+                    self._cotangents = [
+                        torch.randn(each.shape, generator=draw).to(each) if each.requires_grad else None
+                        for each in outputs
+                    ]
+                    seeds = [each for each in self._cotangents if each is not None]
+                else:
+                    seeds = [torch.ones_like(loss) * (1.0 if scaler is None else scaler.get_scale())]
+                if wanted:
+                    gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+                    found = dict(zip(map(id, wanted), gradients, strict=True))
+                else:
+                    torch.autograd.backward(roots, seeds)  # other processes wait for this one
+            return self._values(outputs, loss, found, [found.get(id(leaf)) for leaf in leaves])
 
     def of_plain(self, *, whole: bool = False) -> Values:
         """The same mini-batch in the plain model.
@@ -214,32 +204,30 @@ class Runs:
         Args:
             whole: in one micro-batch.
         """
-        arguments, keywords, target, leaves = self._begin()
-        key, executor, threads = draw_key(), copy.copy(self.executor), torch.get_num_threads()
-        engine, settings = self.executor.engine_in_use(), executor.settings
-        if whole:
-            executor.settings = replace(settings, chunks=1, split=settings.split and _whole)
-        else:
-            self.is_given = has_micro_batches(arguments, keywords)
-        self.has_loss = target is not None
-        try:
-            torch.set_num_threads(engine.workers.intra_op_share(threads))
+        with self._begun() as (arguments, keywords, target, leaves):
+            key, executor, threads = draw_key(), copy.copy(self.executor), torch.get_num_threads()
+            engine, settings = self.executor.engine_in_use(), executor.settings
+            if whole:
+                executor.settings = replace(settings, chunks=1, split=settings.split and _whole)
+            is_cut = settings.split is None or target is not None  # what a function of the caller's cuts stays apart
+            self.has_whole = is_cut and not has_micro_batches(arguments, keywords)
             keeps_output = settings.loss_fn is not None
-            batch = executor.prepared(arguments, keywords, target, grad=self.grad, keeps_output=keeps_output)
-            if whole and batch.loss is not None:
-                batch = batch._replace(loss=replace(batch.loss, weights=None))  # as the function says
-            self.micro_batches = self.micro_batches if whole else len(batch.split.rows)
-            with self.executor.mini_batch_of_batch_norms(engine.lock):
-                results = self.plain.run(batch, key, self._cotangents, grad=self.grad)
-        finally:
-            torch.set_num_threads(threads)
-        differentiate(batch.split.tensors, results.of_inputs)  # as far as the copies of the caller's tensors
-        outputs = batch.split.joined(results.outputs).tensors if results.outputs else ()
-        gradients = {
-            id(each): torch_private.after_hooks(each, results.gradients.get(id(each)))
-            for each in self.pipe.parameters()
-        }
-        return self._values(outputs, results.loss, gradients, [leaf.grad for leaf in leaves])
+            try:
+                torch.set_num_threads(engine.workers.intra_op_share(threads))
+                batch = executor.prepared(arguments, keywords, target, grad=self.grad, keeps_output=keeps_output)
+                if whole and batch.loss is not None:
+                    batch = batch._replace(loss=replace(batch.loss, weights=None))  # as the function says
+                with self.executor.mini_batch_of_batch_norms(engine.lock):
+                    results = self.plain.run(batch, key, self._cotangents, grad=self.grad)
+            finally:
+                torch.set_num_threads(threads)
+            differentiate(batch.split.tensors, results.of_inputs)  # as far as the copies of the caller's tensors
+            outputs = batch.split.joined(results.outputs).tensors if results.outputs else ()
+            gradients = {
+                id(each): torch_private.after_hooks(each, results.gradients.get(id(each)))
+                for each in self.pipe.parameters()
+            }
+            return self._values(outputs, results.loss, gradients, [leaf.grad for leaf in leaves])
 
     def _values(
         self, outputs: Sequence[Tensor], loss: Tensor | None, gradients: Mapping[int, Any], of_inputs: Sequence[Any]
@@ -272,11 +260,6 @@ class Runs:
             for each in values_in(f"{name}.{attribute}", value)
             if isinstance(each.value, int | float | Tensor)
         }
-
-    @property
-    def has_whole(self) -> bool:
-        """Whether there is a whole batch whose outputs or loss are to be compared."""
-        return not self.is_given and (self.executor.settings.split is None or self.has_loss)
 
     @property
     def rounds(self) -> bool:
@@ -327,15 +310,9 @@ def _renewed(value: Any, made: dict[int, tuple[Tensor, Tensor]]) -> Any:
         vars(mark).update({name: _renewed(own, made) for name, own in vars(leaf).items()})
         return mark
 
-    return nested.replaced(value, (Tensor, *_WRAPPERS), renewed)
+    return nested.replaced(value, (Tensor, NoChunk, Chunk, MicroBatches), renewed)
 
 
 def _whole(arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Piece]:
     """The function of `split=` that cuts nothing."""
     return [(arguments, keywords, target)]
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The tensors of what a pipe returned."""
-    parts = list(output) if isinstance(output, MicroBatches) else [output]
-    return [tensor for part in parts for tensor in nested.flatten(part)[0]]

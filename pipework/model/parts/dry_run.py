@@ -335,7 +335,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         versions = [torch_private.version(tensor) for tensor in inside]
         self._left.calling = call
         try:
-            with put_back(unit):
+            with put_back([unit], values=False):
                 output = _compute(unit, tensors, moved)
             self._left.note(before, moved, inputs)
         finally:

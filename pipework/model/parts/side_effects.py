@@ -6,9 +6,10 @@ import contextlib
 import copy
 import random
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from pipework.model.parts.leaves import held_by, tensors_in
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 _COLLECTIONS = (list, dict, set, OrderedDict)
+_PLAIN_DISPATCH = Tensor.__torch_dispatch__
 
 
 @contextlib.contextmanager
@@ -60,20 +62,54 @@ def in_mode(modules: Iterable[nn.Module], *, training: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def put_back(module: nn.Module) -> Iterator[None]:
-    """Afterwards the attributes of a module and of the modules inside are as before, also what lists and dicts hold."""
-    kept = [(vars(each), dict(vars(each))) for each in module.modules()]
-    values = [value for _, attributes in kept for value in attributes.values() if type(value) in _COLLECTIONS]
-    contents = [(value, copy.copy(value)) for value in values]
+def put_back(modules: Iterable[nn.Module], *, values: bool) -> Iterator[None]:
+    """Afterwards modules, and all modules below them, have the attributes that they had before.
+
+    Lists, dicts, sets and deques keep their identity and get back their elements, at any depth. Other objects that an
+    attribute refers to are left alone.
+
+    Args:
+        modules: whose attributes the block may change.
+        values: whether tensors that are no parameters get back their values, too.
+
+    Example:
+        >>> layer = nn.BatchNorm1d(2)
+        >>> with put_back([layer], values=True):
+        ...     _ = layer.eval().running_mean.fill_(5.0)
+        >>> layer.training, layer.running_mean
+        (True, tensor([0., 0.]))
+    """
+    seen: set[int] = set()
+    containers: list[tuple[Any, Any]] = []
+    found: list[Tensor] = []
+    for module in modules:
+        for each in module.modules():
+            _collect(vars(each), containers, found, seen)
+    has_values = (each for each in found if not each.is_meta and type(each).__torch_dispatch__ is _PLAIN_DISPATCH)
+    tensors = [(each, each.detach().clone()) for each in has_values] if values else []
     try:
         yield
     finally:
-        for value, before in contents:
-            value.clear()
-            value.extend(before) if isinstance(value, list) else value.update(before)
-        for attributes, before in kept:
-            attributes.clear()
-            attributes.update(before)
+        for container, elements in containers:
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(elements)
+        for tensor, before in tensors:
+            if not torch.equal(tensor, before):  # an equal one is not written to: a graph may need it
+                with torch.no_grad():
+                    tensor.copy_(before)
+
+
+def _collect(value: Any, containers: list[tuple[Any, Any]], tensors: list[Tensor], seen: set[int]) -> None:
+    """Notes a container with a copy of it, and what it contains."""
+    if id(value) in seen or isinstance(value, nn.Parameter | nn.Module):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        tensors.append(value)
+    elif type(value) in (*_COLLECTIONS, defaultdict, deque):
+        containers.append((value, copy.copy(value)))
+        for each in value.values() if isinstance(value, dict) else value:
+            _collect(each, containers, tensors, seen)
 
 
 def other_tensors(unit: nn.Module) -> list[Tensor]:

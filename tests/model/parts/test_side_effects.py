@@ -26,10 +26,12 @@ class Keeping(nn.Module):
 def test_attributes_are_put_back() -> None:
     module = Keeping()
     seen, table = module.seen, module.table
-    with put_back(module):
+    with put_back([module], values=True):
         module.steps, module.new, module.inner.extra = 3, 4, 5
         module.seen.append(2)
         module.table.clear()
+        module.mean.fill_(2.0)
+    assert torch.equal(module.mean, torch.zeros(2))
     assert (module.steps, module.seen, module.table) == (0, [1], {"a": 1})
     assert (module.seen is seen, module.table is table) == (True, True)
     assert not hasattr(module, "new")
