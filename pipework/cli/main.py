@@ -12,7 +12,7 @@ import pipework
 from pipework.cli import check_device, env, models, schedules
 from pipework.cli.arguments import Report
 
-_READER_ENDED = 141  # as shells have it: 128 and the number of SIGPIPE
+_READER_ENDED, _INTERRUPTED = 141, 130  # as shells have it: 128 and the numbers of SIGPIPE and SIGINT
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python writes what is left once more when it exits, and would report the error then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _READER_ENDED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     except (ValueError, OSError, ImportError) as error:
         print(f"{parser.prog} {arguments.command}: error: {error}", file=sys.stderr)
         return 2

@@ -5,6 +5,6 @@
 * `check`: runs the cases of a list of devices for a given time.
 """
 
-from pipework.device_check.check import CheckedPlace, Findings, check_devices
+from pipework.device_check.check import CheckedPlace, check_devices
 
-__all__ = ["CheckedPlace", "Findings", "check_devices"]
+__all__ = ["CheckedPlace", "check_devices"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -41,41 +41,10 @@ class CheckedPlace:
         """As it is printed."""
         return str(self.source) if self.source == self.destination else f"{self.source} -> {self.destination}"
 
-    @property
-    def verdict(self) -> str:
-        """'ok', 'WRONG', or 'not checked'."""
-        return "WRONG" if self.failures else "ok" if self.cases else "not checked"
-
-
-@dataclass
-class Findings:
-    """What has been found so far.
-
-    Attributes:
-        places: devices first.
-        seconds: that it took.
-        interrupted: whether the user ended it.
-    """
-
-    places: list[CheckedPlace]
-    seconds: float = 0.0
-    interrupted: bool = False
-
-    @property
-    def all_right(self) -> bool:
-        """Whether every place was checked to the end, and nothing went wrong."""
-        return not self.interrupted and all(place.verdict == "ok" for place in self.places)
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, for programs."""
-        numbers = ("name", "verdict", "cases", "inexact", "failures")
-        places = [{name: getattr(place, name) for name in numbers} for place in self.places]
-        return {**vars(self), "all_right": self.all_right, "seconds": round(self.seconds, 1), "places": places}
-
 
 def check_devices(
     devices: Sequence[torch.device], seconds: float = 50.0, progress: Callable[[str], None] = lambda text: None
-) -> Findings:
+) -> list[CheckedPlace]:
     """Compares pipes with the plain model on some devices, and across each ordered pair of them.
 
     The first cases of every device and link are always run. Then further ones are drawn until the time is up.
@@ -85,19 +54,15 @@ def check_devices(
         seconds: after which no further case begins.
         progress: called with what is being checked now.
 
-    Returns:
-        What was found; also after a KeyboardInterrupt, which ends the check.
-
     Example:
-        >>> findings = check_devices([torch.device("cpu")], seconds=0)
-        >>> [(place.name, place.verdict, place.cases) for place in findings.places]
-        [('cpu', 'ok', 6)]
+        >>> [(place.name, place.cases, place.failures) for place in check_devices([torch.device("cpu")], seconds=0)]
+        [('cpu', 6, [])]
     """
-    pairs = [(device, device) for device in devices] + list(itertools.permutations(devices, 2))
-    findings = Findings([CheckedPlace(source, destination) for source, destination in pairs])
-    drawn = itertools.cycle([(each, further_cases(each.source, each.destination)) for each in findings.places])
+    pairs = [*((device, device) for device in devices), *itertools.permutations(devices, 2)]
+    places = [CheckedPlace(source, destination) for source, destination in pairs]
+    drawn = itertools.cycle([(each, further_cases(each.source, each.destination)) for each in places])
     further = ((place, next(cases)) for place, cases in drawn)
-    first = [(each, case) for each in findings.places for case in first_cases(each.source, each.destination)]
+    first = [(each, case) for each in places for case in first_cases(each.source, each.destination)]
     start, threads = time.perf_counter(), torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # sums on the CPU depend on the number of threads, and each worker has a share of them
@@ -106,12 +71,9 @@ def check_devices(
                 break
             progress(f"{place.name}: {case}")
             _run(place, case)
-    except KeyboardInterrupt:
-        findings.interrupted = True
     finally:
         torch.set_num_threads(threads)
-    findings.seconds = time.perf_counter() - start
-    return findings
+    return places
 
 
 def _run(place: CheckedPlace, case: Case) -> None:
