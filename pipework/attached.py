@@ -230,7 +230,7 @@ def attach(
     own |= {"balance": [1] * len(layers), "plan": None}  # the plan is of units
     pipe = Pipe(layers, **vars(settings) | own)
     pipe._executor.settings = replace(pipe._executor.settings, plan=plan)
-    pipe._executor.know(layout)
+    layout.is_given, pipe._executor.layout = True, layout
     here = [layer for layer in layers if layer in set(pipe)]
     take_over(
         cuttable.containers,

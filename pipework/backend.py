@@ -67,7 +67,7 @@ class StepCall(NamedTuple):
         recorded: whether the workers' actions are recorded.
         scales_loss: whether there is a `loss_scale`. The last rank's counts.
         has_target: whether there is a target, so that the loss is computed inside of the pipe. The last rank's counts.
-        gradients: which of the inputs require a gradient, and how they are cut, see `required_gradients`; 0: none
+        gradients: which of the inputs require a gradient, and how they are cut, see `MiniBatch`; 0: none
             does. The first rank's counts.
         rows: of the mini-batch; 0 in a process that does not read the inputs.
         micro_batches: how many the mini-batch is split into; 0 likewise.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from torch import nn
 from pipework.assignment.assignment import assign, doubts_about
 from pipework.assignment.partition import split_layers
 from pipework.backend import Backend, PipeSpec
+from pipework.doubts import Doubts
 from pipework.executor import Executor
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.layers import Layers, refuse_own_behaviour
@@ -168,9 +170,8 @@ class Pipe(Layers):
         super().__init__(partitions, assignment.partitioning.devices, here, key)
         # 4. What runs them; all processes agree that they have the same pipe.
         self._backend, self._assignment = backend, assignment
-        make = self._executor_type
-        executor = self._executor = make(assignment, backend, partitions, here, settings, tuple_rule(module))
-        executor.warns = self._warns
+        make, rule, doubts = self._executor_type, tuple_rule(module), Doubts(warns=self._warns)
+        executor = self._executor = make(assignment, backend, partitions, here, settings, rule, doubts)
         own = [*self.named_parameters(), *self.named_buffers()]
         with ShortTracebacks():
             workers = executor.engine_in_use
@@ -369,15 +370,13 @@ class Pipe(Layers):
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
-        warnings: list[str] = []
         with ShortTracebacks(), generators_given_up(), self._backend.calling(what):
             self._refuse_changed_partitions()
             self._refuse_to_run_without_data()
-            result = self._executor.run(
+            result, warnings = self._executor.run(
                 inputs,
                 keyword_inputs,
                 target,
-                warnings,
                 training=self.training,
                 return_output=return_output,
                 everywhere=outputs == "all",
@@ -413,12 +412,12 @@ class Pipe(Layers):
             2
         """
         executor, recording = self._executor, Recording(counts=step is None, memory=memory)
-        before = executor.recording, executor.recorded_step
-        executor.recording, executor.recorded_step = recording, 0 if step is None else checked_step(step)
+        before = executor.recording
+        executor.recording = recording, itertools.count(0 if step is None else checked_step(step))
         try:
             yield recording
         finally:
-            executor.recording, executor.recorded_step = before
+            executor.recording = before
 
     def predict(
         self,

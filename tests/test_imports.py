@@ -67,20 +67,21 @@ MAY_IMPORT = {
     "distributed.health": set(),
     "distributed.transport": {"runtime", "runtime.skips", "values"},
     "testing": {
-        "autograd", "distributed", "model", "model.parts", "runtime", "runtime.random", "runtime.skips",
+        "autograd", "distributed", "doubts", "model", "model.parts", "runtime", "runtime.random", "runtime.skips",
         "runtime.stage", "saving", "values",
     },
     "verify": {"saving", "schedule.draw", "testing"},
     "device_check": {"pipe", "skip", "testing"},
     "backend": {"runtime"},
+    "doubts": {"autograd", "model", "model.loss"},
     "settings": {"model", "model.loss", "schedule"},
     "executor": {
-        "autograd", "backend", "model", "model.loss", "planning.measuring", "runtime", "runtime.random",
+        "autograd", "backend", "doubts", "model", "model.loss", "planning.measuring", "runtime", "runtime.random",
         "runtime.skips", "runtime.stage", "settings", "skip",
     },
     "pipe": {
-        "assignment", "backend", "distributed", "executor", "model", "runtime.random", "runtime.stage", "settings",
-        "skip", "summary", "timeline", "verify",
+        "assignment", "backend", "distributed", "doubts", "executor", "model", "runtime.random", "runtime.stage",
+        "settings", "skip", "summary", "timeline", "verify",
     },
     "integrations": {"model.parts", "saving"},
     "attached": {

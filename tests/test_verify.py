@@ -521,7 +521,7 @@ def state_of(pipe: Pipe, x: Tensor) -> list[Any]:
             if name not in ("_programs", "_engine_lock", "_deferring")
         },
         id(pipe._executor),
-        [pipe._executor._padding_checks],
+        copy.copy(vars(pipe._executor.doubts)),
     ]
 
 

@@ -1,7 +1,7 @@
-"""A mini-batch in its micro-batches: it is cut along the rows of its tensors, or its caller has made the micro-batches.
+"""A mini-batch: how its inputs are cut into micro-batches, its targets and its loss, and how its outputs are joined.
 
-Every micro-batch gets all values that are no tensors as they are. Afterwards the outputs of the micro-batches are
-joined, and so are the gradients of the pieces of its inputs.
+It is cut along the rows of its tensors, or its caller has made the micro-batches. Every micro-batch gets all values
+that are no tensors as they are. The gradients of the pieces of its inputs are joined like the outputs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import operator
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipework.model.row_dimensions import Learned
+    from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.transport import Message
     from pipework.values.nested import Structure
 
@@ -84,9 +85,9 @@ class Outputs:
     cut: Callable[[Sequence[Tensor | None]], list[tuple[Tensor | None, ...]]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class MiniBatch:
-    """A mini-batch in micro-batches.
+    """A mini-batch in micro-batches. `Executor.run` fills in what it does not know when it is made.
 
     Attributes:
         tensors: the tensors among the inputs, whole, each once.
@@ -97,6 +98,10 @@ class MiniBatch:
         slices: for each of `tensors` the views of it in micro-batches.
         is_cut: whether the pipe has cut it; otherwise the caller has made the micro-batches, and outputs stay apart.
         learned: what the mini-batch shows of the arguments; None: nothing new.
+        targets: of the micro-batches; None: another process has them, or the loss is outside.
+        weighing: the rows that weigh the losses of the micro-batches; `NO_ROWS` where they do not.
+        loss: what the last stage computes; None: the loss is outside.
+        warnings: texts about what is probably not meant.
     """
 
     tensors: tuple[Tensor, ...]
@@ -106,6 +111,10 @@ class MiniBatch:
     slices: Sequence[Sequence[Tensor]]
     is_cut: bool = True
     learned: Learned | None = None
+    targets: list[Message] | None = None
+    weighing: Sequence[int] = ()
+    loss: InnerLoss | None = None
+    warnings: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -197,16 +206,36 @@ class MiniBatch:
         )
 
     @classmethod
-    def elsewhere(cls, rows: int, micro_batches: int, of_caller: Sequence[int] | None = None) -> MiniBatch:
-        """A mini-batch whose tensors another process has.
+    def unread(cls) -> MiniBatch:
+        """A mini-batch whose tensors another process has."""
+        return cls((), [], (), InputPieces((), (), (), ()), ())
+
+    def cut_as(self, rows: int, micro_batches: int, of_caller: Sequence[int] | None) -> None:
+        """The rows of its micro-batches are those of the process that reads the inputs.
 
         Args:
             rows: of the mini-batch.
             micro_batches: how many there are.
             of_caller: the rows of each, if the caller has made them; None: the pipe cuts them.
         """
-        each = _even_sizes(rows, micro_batches) if of_caller is None else of_caller
-        return cls((), [], each, InputPieces((), (), (), ()), (), is_cut=of_caller is None)
+        self.rows = _even_sizes(rows, micro_batches) if of_caller is None else of_caller
+        self.is_cut = of_caller is None
+
+    @property
+    def shows_rows(self) -> bool:
+        """Whether it shows how the layers and the loss treat rows, which the pipe has cut apart."""
+        return self.is_cut and len(self.rows) > 1
+
+    @functools.cached_property
+    def required_gradients(self) -> int:
+        """A number that says which tensors require a gradient, and how they are cut; 0: none does.
+
+        The process that reads the inputs tells the others, which may want these gradients.
+        """
+        required = {number % _BITS for number, tensor in enumerate(self.tensors) if tensor.requires_grad}
+        if not required:
+            return 0
+        return zlib.crc32(repr(self.pieces).encode()) << _BITS | sum(1 << number for number in required)
 
     @property
     def own_leaves(self) -> frozenset[int]:
@@ -214,14 +243,14 @@ class MiniBatch:
         own = [tensor.is_leaf and tensor.requires_grad for tensor in self.tensors]
         return frozenset([n for places in self.pieces.places for n, place in enumerate(places) if own[place]])
 
-    def targets(
+    def cut_target(
         self,
         target: Any,
         device: torch.device,
         readers: tuple[int | None, int | None] = (None, None),
         layout: Layout | None = None,
-    ) -> tuple[list[Message], Sequence[int]]:
-        """The targets of the micro-batches, and the rows that weigh their losses; `NO_ROWS`: they do not.
+    ) -> None:
+        """Sets the targets of the micro-batches, and the rows that weigh their losses.
 
         Args:
             target: any nested structure; every micro-batch gets `NoChunk` and values that are no tensors as they are.
@@ -235,7 +264,9 @@ class MiniBatch:
                 are more or fewer targets than micro-batches of the caller's.
         """
         if self.is_cut:
-            return _cut_target(target, self.rows, device, readers, layout or Layout()), self.rows
+            self.targets = _cut_target(target, self.rows, device, readers, layout or Layout())
+            self.weighing = self.rows
+            return
         if isinstance(target, MicroBatches) and len(target) != len(self.rows):
             raise ValueError(
                 f"the inputs have {len(self.rows)} micro-batches and the target has {len(target)}: wanted one for each"
@@ -243,11 +274,13 @@ class MiniBatch:
         values = _for_each({"the target": target}, len(self.rows), lambda values: values[0])
         for tensor in [tensor for value in values for tensor in value.tensors]:
             _refuse_gradient(tensor)
-        messages = [(tuple([moved(t.detach(), device) for t in value.tensors]), value.structure) for value in values]
+        self.targets = [
+            (tuple([moved(t.detach(), device) for t in value.tensors]), value.structure) for value in values
+        ]
         # Where targets differ in other sizes, too, a mean need not be one over rows.
         alike = len({tuple([tensor.shape[1:] for tensor in value.split]) for value in values}) == 1
         pairs = zip(self.rows, values, strict=True)
-        return messages, [own if alike and own == value.rows else NO_ROWS for own, value in pairs]
+        self.weighing = [own if alike and own == value.rows else NO_ROWS for own, value in pairs]
 
     def joined(self, outputs: Sequence[Message]) -> Outputs:
         """The outputs of the mini-batch: joined along rows; those of micro-batches of the caller's stay apart."""
@@ -373,19 +406,8 @@ def requires_gradients(value: Any) -> bool:
     return any(tensor.requires_grad for tensor in flattened(nested.replaced(value, MicroBatches, list))[0])
 
 
-def required_gradients(batch: MiniBatch) -> int:
-    """A number that says which tensors of a mini-batch require a gradient, and how they are cut; 0: none does.
-
-    The process that reads the inputs tells the others, which may want these gradients.
-    """
-    required = {number % _BITS for number, tensor in enumerate(batch.tensors) if tensor.requires_grad}
-    if not required:
-        return 0
-    return zlib.crc32(repr(batch.pieces).encode()) << _BITS | sum(1 << number for number in required)
-
-
 def gradients_are_there(wanted: int, computed: int) -> bool:
-    """Whether a process that requires gradients gets them from the one that reads the inputs; see `required_gradients`.
+    """Whether a process that requires gradients gets them from the one that reads the inputs; see `MiniBatch`.
 
     Example:
         >>> gradients_are_there(0, 5), gradients_are_there(4, 5), gradients_are_there(2, 5)

@@ -116,12 +116,14 @@ class Layout:
 
     Attributes:
         dims: for each value by its name, such as ``images[0]``, the dimension of its rows, or `WHOLE`.
+        is_given: whether it is of a model's own forward, and stays when a layer is replaced.
     """
 
     def __init__(self, names: Sequence[str] = (), target: str = "target") -> None:
         self.names = tuple(names)
         self.target = target
         self.dims: dict[str, int] = {}
+        self.is_given = False
         # How many entries lists and objects had in earlier batches. A list of 3 names beside 8 rows has no name for
         # each row. So where a later batch has 3 rows and the list still has 3 names, it is not taken for one of rows.
         self._entries: dict[str, int | None] = {}

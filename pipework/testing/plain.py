@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipework.attached import AttachedModel
-    from pipework.executor import Executor, PreparedBatch
+    from pipework.executor import Executor
+    from pipework.model.mini_batch import MiniBatch
     from pipework.pipe import Pipe
     from pipework.runtime.transport import Message
 
@@ -114,7 +115,7 @@ class PlainModel:
         """What it runs in this process."""
         return list(self._pipe) if self._model is None else [self._model.model]
 
-    def run(self, batch: PreparedBatch, key: int, cotangents: Sequence[Tensor | None], *, grad: bool) -> PlainResults:
+    def run(self, batch: MiniBatch, key: int, cotangents: Sequence[Tensor | None], *, grad: bool) -> PlainResults:
         """Runs a mini-batch forward, and backward if gradients are wanted.
 
         Args:
@@ -129,7 +130,7 @@ class PlainModel:
         aliases = Aliases(self.modules if grad else ())
         memory = SharedMemory(aliases.leaves)
         with aliases.standing_in(), torch.set_grad_enabled(grad):
-            for number in range(len(batch.split.micro_batches)):
+            for number in range(len(batch.micro_batches)):
                 passed = self._forward(batch, number, key)
                 last = passed[-1]
                 if self._segments[-1].layers and (batch.loss is None or batch.loss.keeps_output):
@@ -144,7 +145,7 @@ class PlainModel:
                     memory.separate()
             cut: Sequence[tuple[Tensor | None, ...]] = [()] * len(waiting)
             if waiting and outputs:
-                joined = batch.split.joined(outputs)
+                joined = batch.joined(outputs)
                 shapes = [each.shape for each in cotangents if each is not None]
                 if joined.tensors and [each.shape for each in joined.tensors] == shapes:
                     cut = joined.cut(cotangents)
@@ -154,9 +155,9 @@ class PlainModel:
         found = dict(zip(map(id, aliases.parameters), aliases.take_gradients(), strict=True))
         if self._pipe._backend.tied_stages:
             self._add_tied(found)
-        of_inputs = [(tuple([leaf.grad for leaf in leaves]), None) for leaves, _ in batch.split.micro_batches]
+        of_inputs = [(tuple([leaf.grad for leaf in leaves]), None) for leaves, _ in batch.micro_batches]
         loss = functools.reduce(torch.add, parts) if parts else None
-        return PlainResults(outputs, loss, found, batch.split.pieces.join(of_inputs))
+        return PlainResults(outputs, loss, found, batch.pieces.join(of_inputs))
 
     def _add_tied(self, gradients: dict[int, Tensor | None]) -> None:
         """Adds the gradients that other processes have of parameters that several use."""
@@ -168,9 +169,9 @@ class PlainModel:
             parts = [own[n].to(each.parameter.device) for own in found if own.get(n) is not None]
             gradients[id(each.parameter)] = functools.reduce(torch.add, parts) if parts else None
 
-    def _forward(self, batch: PreparedBatch, micro_batch: int, key: int) -> list[_Passed]:
+    def _forward(self, batch: MiniBatch, micro_batch: int, key: int) -> list[_Passed]:
         """Runs one micro-batch through all segments; what passed those of other processes is empty."""
-        passed, message = [], batch.split.micro_batches[micro_batch]
+        passed, message = [], batch.micro_batches[micro_batch]
         for segment in self._segments:
             run = functools.partial(self._run, segment, batch, micro_batch, key, message)
             is_last = segment is self._segments[-1]
@@ -214,7 +215,7 @@ class PlainModel:
         )
         return done.own, None if is_end else _unpacked(done.shared[segment.place])
 
-    def _run(self, segment: _Segment, batch: PreparedBatch, micro_batch: int, key: int, message: Message) -> _Passed:
+    def _run(self, segment: _Segment, batch: MiniBatch, micro_batch: int, key: int, message: Message) -> _Passed:
         """Runs the layers of a segment, and after the last one the loss."""
         is_first, is_last = segment is self._segments[0], segment is self._segments[-1]
         leaves, structure = message

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipework import torch_private
 from pipework.autograd import boundary
 from pipework.distributed.data_digest import data_digest
+from pipework.doubts import Doubts
 from pipework.model.marks import Chunk, MicroBatches, NoChunk, has_micro_batches
 from pipework.model.parts.side_effects import put_back
 from pipework.model.row_dimensions import values_in
@@ -100,8 +101,8 @@ class Runs:
         executor = self.executor = copy.copy(pipe._executor)  # for this object alone
         if not pipe._backend.is_whole:  # the workers of a process are connected with those of the others
             executor._engine = pipe._executor.engine_in_use()
-        executor.warns = False
-        executor._layout = copy.deepcopy(executor._layout)
+        executor.doubts = Doubts(warns=False)
+        executor.layout = copy.deepcopy(executor.layout)
         if self.attached is not None and target is not None:
             keywords["target"] = target  # is an argument of the model
         self._call = inputs, keywords, target
@@ -216,13 +217,13 @@ class Runs:
                 torch.set_num_threads(engine.workers.intra_op_share(threads))
                 batch = executor.prepared(arguments, keywords, target, grad=self.grad, keeps_output=keeps_output)
                 if whole and batch.loss is not None:
-                    batch = batch._replace(loss=replace(batch.loss, weights=None))  # as the function says
+                    batch.loss = replace(batch.loss, weights=None)  # as the function says
                 with self.executor.mini_batch_of_batch_norms(engine.lock):
                     results = self.plain.run(batch, key, self._cotangents, grad=self.grad)
             finally:
                 torch.set_num_threads(threads)
-            differentiate(batch.split.tensors, results.of_inputs)  # as far as the copies of the caller's tensors
-            outputs = batch.split.joined(results.outputs).tensors if results.outputs else ()
+            differentiate(batch.tensors, results.of_inputs)  # as far as the copies of the caller's tensors
+            outputs = batch.joined(results.outputs).tensors if results.outputs else ()
             gradients = {
                 id(each): torch_private.after_hooks(each, results.gradients.get(id(each)))
                 for each in self.pipe.parameters()

@@ -70,7 +70,9 @@ def test_rows_are_those_that_all_tensors_have() -> None:
     ],
 )
 def test_rows_weigh_a_loss_only_if_nothing_else_can(targets: Any, rows: list[int]) -> None:
-    messages, weighing = MiniBatch.of_caller((MicroBatches([A, B]),), {}).targets(targets, CPU)
+    batch = MiniBatch.of_caller((MicroBatches([A, B]),), {})
+    batch.cut_target(targets, CPU)
+    messages, weighing = batch.targets, batch.weighing
     assert len(messages) == 2
     assert weighing == rows
 

@@ -8,14 +8,16 @@ from torch import Tensor, nn
 
 from pipework import MicroBatches, Pipe
 from pipework.model.marks import NoChunk
-from pipework.model.mini_batch import gradients_are_there, join, required_gradients, split
+from pipework.model.mini_batch import gradients_are_there, join, split
 from pipework.values.nested import unflatten
 
 
 def targets_of(
     target: object, rows: int, chunks: int, readers: tuple[int | None, int | None] = (None, None)
 ) -> list[Any]:
-    return split((torch.zeros(rows, 1),), {}, chunks).targets(target, torch.device("cpu"), readers)[0]
+    batch = split((torch.zeros(rows, 1),), {}, chunks)
+    batch.cut_target(target, torch.device("cpu"), readers)
+    return batch.targets or []
 
 
 sizes = st.integers(0, 20)
@@ -94,7 +96,7 @@ def test_targets_are_split_like_the_inputs_whatever_they_are_nested_in() -> None
 
 def number(*required: bool, rows: int = 4, chunks: int = 2) -> int:
     tensors = tuple(torch.zeros(rows, 2, requires_grad=each) for each in required)
-    return required_gradients(split(tensors, {}, chunks))
+    return split(tensors, {}, chunks).required_gradients
 
 
 def test_a_part_of_what_is_computed_may_be_wanted() -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _SUM: Final = 'It seems to be a sum: give Pipe loss_reduction="sum"'
 
 
-def loss_warnings(settings: LossSettings, loss: InnerLoss, rows: Sequence[int], padding: str | None) -> list[str]:
+def loss_warnings(settings: LossSettings, loss: InnerLoss, rows: Sequence[int]) -> list[str]:
     """One text if the loss of two micro-batches together is not what the pipe makes of the loss of each.
 
     Nothing is known if they cannot be joined, if the function fails on them, has a state, or draws random numbers.
@@ -41,16 +41,14 @@ def loss_warnings(settings: LossSettings, loss: InnerLoss, rows: Sequence[int], 
         settings: of the loss.
         loss: of the mini-batch; what it has seen is dropped.
         rows: of the micro-batches.
-        padding: the text about padded targets, which is returned unless the numbers show a sum.
     """
     seen, loss.seen = loss.seen or [], None
     if len(seen) == 2 and not Modes.capture():  # a mode of the caller's may count calls
         # The step has succeeded, whatever the function makes of outputs that no layer has returned.
         with contextlib.suppress(Exception), torch.no_grad(), generators_left_alone([seen[0].value.device], 0):
             found = _warning(settings, loss, seen, rows)
-            if found is not None and (padding is None or _SUM in found):
-                return [found]
-    return [] if padding is None else [padding]
+            return [] if found is None else [found]
+    return []
 
 
 def _warning(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], rows: Sequence[int]) -> str | None:

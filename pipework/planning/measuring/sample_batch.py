@@ -108,9 +108,9 @@ class SampleBatch:
         )
         if self.target is None:
             return split, None, None
-        targets, _ = split.targets(self.target, device or torch.device("cpu"))
+        split.cut_target(self.target, device or torch.device("cpu"))
         # Weights of micro-batches depend on what targets hold, and the time of a product does not.
-        return split, targets, InnerLoss(self.loss_fn, (1.0,) * len(sizes), micro_batches=len(sizes))
+        return split, split.targets, InnerLoss(self.loss_fn, (1.0,) * len(sizes), micro_batches=len(sizes))
 
     def sample(self, rows: int, device: torch.device | None = None) -> Sample:
         """The largest micro-batch of so many rows; see `micro_batches`."""

@@ -184,7 +184,7 @@ def test_a_target_on_the_first_rank_alone_breaks_nothing(mesh: Mesh) -> None:
         for options in ({}, {"return_output": True}):
             with pytest.raises(ValueError, match=words):
                 pipe(X, target=y, **options)
-        with pytest.raises(ValueError, match="return_output=True is for pipe"):
+        with pytest.raises(ValueError, match="return_output= and loss_scale= are for pipe"):
             pipe(X, return_output=True)
     pipe.train()
     pipe(X, target=Y).backward()

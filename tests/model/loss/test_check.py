@@ -182,13 +182,13 @@ def by_rows(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss_fn", "options", "advice"),
     [
-        (sum_of_counted, {}, r'\(sum_of_counted\) is no mean over rows: .* a sum: give Pipe loss_r.*="sum"'),
+        (sum_of_counted, {}, r'leave out of their mean, .*; or loss_reduction="sum", if loss_fn is a sum'),
         (sum_of_counted, {"loss_weight": counted}, r'is no weighted mean: .* loss_r.*="sum" and no loss_weight='),
         (masked, {"loss_weight": len}, "is no weighted mean: .* over something else, give Pipe loss_weight="),
         (total, {"loss_weight": lambda target: target.ne(0).sum()}, "seems to be a sum"),
         (by_rows, {"loss_weight": counted}, "is no weighted mean: .*a mean over rows, leave .* loss_weight= out"),
         (by_rows, {"loss_reduction": "sum"}, "is no sum: .* a mean over rows, leave loss_reduction="),
-        (sum_of_counted, {"loss_scale": 0.25}, "is no mean over rows: .* seems to be a sum"),
+        (sum_of_counted, {"loss_weight": counted, "loss_scale": 0.25}, "is no weighted mean: .* seems to be a sum"),
     ],
 )
 def test_sum_and_mean_are_told_apart_also_with_a_weight(

@@ -179,7 +179,7 @@ def test_a_missing_target_is_refused_and_nothing_drawn(way: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({}, "without a target the output is what the pipe returns"), ({"target": 1}, "there is no output to return")],
+    [({}, "without a target the pipe returns the output"), ({"target": 1}, "there is no output to return")],
 )
 def test_an_output_that_is_not_there_cannot_be_returned(options: dict[str, Any], message: str) -> None:
     pipe = Pipe(layers(), 2, balance=[2, 2], devices=["cpu"] * 2)

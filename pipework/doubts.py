@@ -1,0 +1,84 @@
+"""What a user has probably not meant: it is looked for in the first mini-batches of a pipe, and told once."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
+
+from pipework.autograd.nodes import UndeliveredLosses
+from pipework.model.loss.check import loss_warnings
+from pipework.model.loss.settings import may_be_other
+from pipework.model.row_warnings import OutputRows, batch_second_noticed, modules_with_batch_second
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+
+    from pipework.autograd.nodes import LossInside
+    from pipework.model.loss.settings import LossSettings
+    from pipework.model.mini_batch import MiniBatch
+    from pipework.runtime.transport import Message
+
+_PADDING_CHECKS: Final = 16  # mini-batches in which padded targets are looked for
+
+
+class Doubts:
+    """Adds to the warnings of mini-batches.
+
+    Args:
+        warns: whether anything is looked for.
+    """
+
+    def __init__(self, *, warns: bool) -> None:
+        self.warns = warns
+        self._padding_checks = _PADDING_CHECKS
+        self._undelivered = UndeliveredLosses()
+        self.expect_new_layers()
+
+    def expect_new_layers(self) -> None:
+        """The next mini-batch that is cut shows how the layers treat rows, and whether the loss is a mean of rows."""
+        self._checks_inputs = self._checks_loss = True
+        self._output_rows = OutputRows()
+
+    def of_targets(self, batch: MiniBatch, settings: LossSettings) -> list[Any] | None:
+        """Looks at the padding of targets. Returns a list for what `of_loss` looks at, see `InnerLoss.seen`."""
+        if not self.warns or batch.targets is None:
+            return None
+        if self._padding_checks > 0:
+            self._padding_checks -= 1
+            if (text := settings.padding_warning(batch.targets, batch.weighing)) is not None:
+                batch.warnings.append(text)
+                self._padding_checks, self._checks_loss = 0, False  # the loss of both is told by one text
+        return [] if batch.shows_rows and self._checks_loss and may_be_other(settings.loss_fn) else None
+
+    @contextlib.contextmanager
+    def of_layers(self, batch: MiniBatch, layers: nn.Module, lock: threading.Lock) -> Iterator[None]:
+        """Looks for uses in which dimension 0 is not that of the rows, in the first mini-batch that is cut."""
+        modules = modules_with_batch_second(layers.named_children())
+        with batch_second_noticed(modules, {*batch.rows}, lock) as found:
+            yield
+        self._checks_inputs = False
+        batch.warnings += found
+
+    def looks_at_layers(self, batch: MiniBatch) -> bool:
+        """Whether `of_layers` is to be entered around the run of the workers."""
+        return self.warns and self._checks_inputs and batch.shows_rows
+
+    def of_loss(self, batch: MiniBatch, settings: LossSettings) -> None:
+        """Looks whether the loss of two micro-batches together is what the pipe makes of the loss of each."""
+        assert batch.loss is not None
+        batch.warnings += loss_warnings(settings, batch.loss, batch.rows)
+        self._checks_loss &= not (self.warns and batch.shows_rows)
+
+    def of_backward(self, batch: MiniBatch, shared: LossInside) -> None:
+        """Looks whether any of the first losses was brought backward."""
+        if self.warns:
+            batch.warnings += self._undelivered.doubts()
+            self._undelivered.add(shared)
+
+    def of_outputs(self, batch: MiniBatch, outputs: Sequence[Message]) -> None:
+        """Looks whether dimension 0 of the outputs, along which they are joined, is that of the rows."""
+        if self.warns and batch.is_cut:
+            batch.warnings += self._output_rows.warnings(outputs, batch.rows)
