@@ -19,9 +19,9 @@ from benchmarks import harness
 from benchmarks.harness import Verdict
 from pipework.assignment.minimax import minimax_partition
 from pipework.planning import Profile
-from pipework.planning.candidate import Candidate, Choice, evaluate
-from pipework.planning.plan_profile import plan_profile
+from pipework.planning.candidate import Candidate
 from pipework.planning.request import PlanRequest, make_request
+from pipework.planning.search import plan_profile
 from pipework.schedule import SCHEDULES
 
 FOLDER = Path(__file__).parent / "profiles"
@@ -67,7 +67,7 @@ def others(request: PlanRequest, case: Case) -> dict[str, Candidate]:
         placement = SCHEDULES[schedule].placement(workers, stages_per_worker)
         return min(
             (
-                evaluate(request, Choice(order, placement, chunks, tuple(balance), (0,) * len(balance), schedule))
+                Candidate(request, order, placement, chunks, schedule, tuple(balance), (0,) * len(balance))
                 for chunks in request.chunks
             ),
             key=lambda candidate: candidate.seconds,

@@ -8,8 +8,8 @@ import sys
 import time
 
 from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed
-from pipework.planning.plan_profile import plan_profile
 from pipework.planning.profiles import Profile
+from pipework.planning.search import plan_profile
 
 MIB, GIB = 2**20, 2**30
 

@@ -9,8 +9,8 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from pipework.planning.plan_profile import plan_profile
 from pipework.planning.profiles import Profile
+from pipework.planning.search import plan_profile
 from pipework.schedule import Costs, Schedule, Timeline, build, simulate, svg, with_recompute
 from pipework.schedule.draw.palette import ACTION, INK, LINE, PAPER, QUIET, worker_fill
 

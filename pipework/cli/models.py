@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipework.cli.arguments import Report, add_command, add_options
-from pipework.planning.plan_profile import plan_profile
 from pipework.planning.profiles import Profile
+from pipework.planning.search import plan_profile
 
 if TYPE_CHECKING:
     from pipework.cli.arguments import Commands

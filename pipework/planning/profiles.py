@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pipework.planning.candidate import Choice, evaluate, plan_of
+from pipework.planning.candidate import Candidate
 from pipework.planning.json_file import SavedAsJson, check_numbers
 from pipework.planning.layer_costs import (
     DeviceKind,
@@ -203,14 +203,14 @@ class Profile(SavedAsJson):
             raise ValueError(f"balance is {list(cut)}, and the profile has {len(self.layers)} layers: wanted that sum")
         made = replace(_schedule(schedule, len(request.devices), len(cut), chunks, checkpoint), skips=())
         order = tuple(range(len(request.devices)))
-        candidate = evaluate(request, Choice(order, made.placement, chunks, cut, (), made))
+        candidate = Candidate(request, order, made.placement, chunks, made, cut)
         notes = [
             f"this does not fit: worker {worker} needs {memory_text(held.total, 'bytes')} and may hold "
             f"{memory_text(held.limit, 'bytes')}"
             for worker, held in enumerate(candidate.workers)
             if not held.fits
         ]
-        return plan_of(candidate, notes=notes)
+        return candidate.plan(notes=notes)
 
     def at(self, rows: int) -> MicroBatchProfile:
         """Seconds and bytes for a micro-batch of some rows: measured, or on the line through the nearest two that were.

@@ -47,10 +47,7 @@ class PlanRequest:
 
     def sums(self, chunks: int) -> StageSums:
         """Sums over the layers for so many micro-batches, of which the largest counts; kept for the next cut."""
-        return self.sums_of(-(-self.batch // chunks))
-
-    def sums_of(self, rows: int) -> StageSums:
-        """Sums over the layers for a micro-batch of so many rows."""
+        rows = -(-self.batch // chunks)
         if rows not in self._sums:
             self._sums[rows] = StageSums(self.profile, rows, self.optimizer)
         return self._sums[rows]

@@ -4,93 +4,186 @@
    Where that does not fit, stages recompute until it does.
 2. The best of these get other good cuts, and then their boundaries are moved by a layer, as long as that helps.
 
-What is best is the simulated step of a candidate.
+What is best is the simulated step of a candidate. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from itertools import islice, permutations
+from itertools import permutations
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipework.planning.candidate import Candidate, Choice, evaluate
+from pipework.planning.candidate import Candidate
 from pipework.planning.cuts import CutProblem, best_cuts
+from pipework.planning.request import make_request, memory_size
 from pipework.schedule import SCHEDULES, Costs, build, simulate
 from pipework.schedule.argument_checks import positive_integers
-from pipework.schedule.draw.units import counted, time_text
+from pipework.schedule.draw.units import counted, memory_text, time_text
 from pipework.schedule.placement import loop_placement, wave_placement
 
 if TYPE_CHECKING:
+    from pipework.planning.plan import Plan, WorkerBytes
+    from pipework.planning.profiles import Profile
     from pipework.planning.request import PlanRequest
 
-_ORDERS = 24  # of unequal devices, at most
-_FEW = 8  # devices, of which a part may be enough
+_FEW = 8  # equal devices, of which a part may be enough
+_UNEQUAL = 4  # devices, all orders of which are tried
 _MOST_STAGES = 4  # of a worker
 _BEST = 4  # candidates of other sizes and shapes, whose cuts are improved
 _VARIANTS = 8  # other cuts of each
-_PARTS = 4  # recomputation grows by this part of a stage's micro-batches
+_PARTS = 8  # recomputation grows by this part of a stage's micro-batches
 # What is often the best with whole backwards or halves, with much memory or little.
 _PROMISING = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-1f1b")
 
 
-@dataclass
-class SearchBudget:
-    """When to stop: after some seconds, or after a number of simulated candidates, which is the same in every run.
+class Budget(NamedTuple):
+    """When a search stops.
 
     Attributes:
         seconds: of the clock; infinity: no limit.
-        iterations: candidates; infinity: no limit.
-        used: candidates so far.
+        iterations: simulated candidates, the same in every run; infinity: no limit.
     """
 
     seconds: float = inf
     iterations: float = inf
-    used: int = 0
-    _start: float = field(default_factory=time.perf_counter)
 
-    def evaluated(self, request: PlanRequest, choice: Choice) -> Candidate:
-        """Simulate one candidate more."""
-        self.used += 1
-        return evaluate(request, choice)
+    @classmethod
+    def of(cls, seconds: float | None, iterations: int | None) -> Budget:
+        """The budget that a user has given; iterations count, if they are given.
 
-    def share(self) -> float:
-        """How much is used, from 0 to 1 and more."""
-        return max((time.perf_counter() - self._start) / self.seconds, self.used / self.iterations)
+        Raises:
+            TypeError: the number of iterations is no integer.
+            ValueError: a number is not above 0, or there is none.
+        """
+        if iterations is not None:
+            positive_integers(iterations=iterations)
+            return cls(iterations=iterations)
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < inf:
+            raise ValueError(
+                f"seconds is {seconds!r}: wanted a number above 0 and not infinite, or iterations= in its place"
+            )
+        return cls(seconds)
 
-    def part(self, share: float) -> SearchBudget:
-        """A budget of a share of this one, which begins now."""
-        return SearchBudget(share * self.seconds, max(1.0, share * self.iterations))
+
+_SHORT = Budget(5.0, 24)  # to find what needs little memory
 
 
-def checked_budget(seconds: float | None, iterations: int | None) -> SearchBudget:
-    """The budget of a search; iterations count, if they are given.
+def plan_profile(
+    profile: Profile,
+    devices: Sequence[str],
+    memory: float | str | Mapping[str, float | str] | None = None,
+    *,
+    seconds: float | None = 30.0,
+    iterations: int | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Plan:
+    """What :func:`pipework.plan` does with a profile, without importing torch.
+
+    Args:
+        profile: of the layers.
+        devices: one for each worker: devices of the profile, or kinds of device.
+        memory: the bytes that each device may hold.
+        seconds: to search.
+        iterations: candidates to try instead, which gives the same plan in every run.
+        progress: called with a line for each better plan; None: lines are logged to "pipework" (INFO).
+        options: batch, chunks, optimizer and schedules, see `make_request`.
 
     Raises:
-        TypeError: the number of iterations is no integer.
-        ValueError: a number is not above 0, or there is none.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range, or no plan fits: the message has the smallest limit that would do.
     """
-    if iterations is not None:
-        positive_integers(iterations=iterations)
-        return SearchBudget(iterations=iterations)
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < inf:
+    request, budget = make_request(profile, devices, memory, **options), Budget.of(seconds, iterations)
+    return best_plans(request, budget, progress or logging.getLogger("pipework").info)[0]
+
+
+def best_plans(
+    request: PlanRequest,
+    budget: Budget,
+    report: Callable[[str], None],
+    *,
+    named: int = 0,
+    within: float = inf,
+) -> list[Plan]:
+    """The best plan, and after it the best of other schedules with a name.
+
+    Args:
+        request: checked.
+        budget: of the search.
+        report: called with a line for each better plan.
+        named: how many others at most.
+        within: they take at most so many times the best plan's seconds.
+
+    Raises:
+        ValueError: no plan fits.
+    """
+    layers, devices = request.profile.layers, len(request.devices)
+    if not starts(request):
         raise ValueError(
-            f"seconds is {seconds!r}: wanted a number above 0 and not infinite, or iterations= in its place"
+            f"schedules {', '.join(map(repr, request.schedules or ()))} have several stages for each worker, which "
+            f"{counted(len(layers), 'layer')} for {counted(devices, 'device')} do not allow: cut layers finer, give "
+            "fewer devices, or let other schedules be chosen"
         )
-    return SearchBudget(seconds)
+    # What every plan holds: all weights, and each layer on some device.
+    sums = request.sums(max(request.chunks))
+    least = [fixed + size for fixed, size in zip(sums.fixed, sums.least_bytes(), strict=True)]
+    lacking = max(1.0, max(least) / max(request.limits), sum(sums.fixed) / sum(request.limits))
+    if lacking > 1:  # a short search with limits that are larger by this may find a plan, for the message
+        budget, report = Budget(*map(min, budget, _SHORT)), lambda line: None
+    search = Search(replace(request, limits=tuple(limit * lacking for limit in request.limits)), budget, report)
+    found = search.run()
+    if lacking > 1 or not found.fits:
+        raise no_plan_fits(request, found.devices, found.workers)
+    best: dict[str, Candidate] = {}  # of each schedule with a name
+    for each in search.best():
+        if each.fits and isinstance(each.schedule, str):
+            best.setdefault(each.schedule, each)
+    others = [each for each in best.values() if each is not found and each.seconds <= within * found.seconds]
+    seconds_of = {name: each.seconds for name, each in best.items()}
+    return [each.plan(seconds_of) for each in (found, *others[:named])]
 
 
-def choices(request: PlanRequest) -> list[Choice]:
-    """All choices of a schedule by name, without a cut: promising ones first, in case that there is no time for all.
+def no_plan_fits(request: PlanRequest, devices: Sequence[str], workers: Sequence[WorkerBytes]) -> ValueError:
+    """The error that says what the best plan lacks, and limits that can be given as `memory=` and would do.
+
+    Args:
+        request: what was asked for.
+        devices: of the workers of the best plan.
+        workers: what they hold.
+    """
+    limits, sharing = dict(zip(request.devices, request.limits, strict=True)), request.sharing
+    held = list(zip(devices, workers, strict=True))
+    worst = max(range(len(held)), key=lambda worker: workers[worker].total / limits[devices[worker]])
+    device, needs, limit = devices[worst], workers[worst].total, limits[devices[worst]]
+    sizes = {
+        name: max([limit, *(each.total for place, each in held if place == name)]) * sharing[name]
+        for name, limit in limits.items()
+        if limit < inf
+    }
+    wanted: Any = {name: memory_size(size) for name, size in sizes.items()}
+    if len({limit * sharing[name] for name, limit in limits.items()}) == 1:  # one limit for all was given
+        wanted = memory_size(max(sizes.values()))
+    return ValueError(
+        f"no plan fits: in the best that was found, worker {worst} ({device}) needs {memory_text(needs, 'bytes')} and "
+        f"may hold {memory_text(limit, 'bytes')} ({needs / limit - 1:.2%} too much); it fits with memory={wanted!r}; "
+        "raise the limits, search longer, use more devices, cut layers finer, or make micro-batches smaller (more "
+        "chunks)"
+    )
+
+
+def starts(request: PlanRequest) -> list[Candidate]:
+    """All schedules by name, without a cut: promising ones first, in case that there is no time for all.
 
     Each stage has a layer at least.
     """
     layers, wanted = len(request.profile.layers), 4 * len(request.devices)
     allowed = request.schedules or [name for name in SCHEDULES if name not in ("fill-drain", "forward-only")]
-    found: list[tuple[tuple[object, ...], Choice]] = []
+    found: list[tuple[tuple[object, ...], Candidate]] = []
     for place, order in enumerate(orders(request)):
         for name in allowed:
             spec = SCHEDULES[name]
@@ -103,15 +196,16 @@ def choices(request: PlanRequest) -> list[Choice]:
                 later = name not in _PROMISING or each > 2
                 for count in request.chunks:
                     key = later, abs(count - wanted), count, place, len(placement), placement
-                    found.append((key, Choice(order, placement, count, (), (0,) * len(placement), name)))
-    return [choice for _, choice in sorted(found, key=lambda pair: pair[0])]
+                    start = Candidate(request, order, placement, count, name, recomputed=(0,) * len(placement))
+                    found.append((key, start))
+    return [start for _, start in sorted(found, key=lambda pair: pair[0])]
 
 
 def orders(request: PlanRequest) -> list[tuple[int, ...]]:
     """Orders of the devices, as indices: the given one first, then others; also without the slowest.
 
-    Devices of one kind with one limit are alike. Of many unequal ones, those in order of speed and of memory are taken,
-    and some more. Half of a few equal devices, or a quarter, may be enough: messages may cost more than they save.
+    Devices of one kind with one limit are alike. Of many unequal ones, those in order of speed and of memory are taken.
+    Half of a few equal devices, or a quarter, may be enough: messages may cost more than they save.
     """
     kinds, limits = request.kinds, request.limits
     given = tuple(range(len(kinds)))
@@ -133,66 +227,71 @@ def orders(request: PlanRequest) -> list[tuple[int, ...]]:
             break  # all that are left are equally fast
         fastest = by_speed[:count]
         by_limit = sorted(fastest, key=lambda i: limits[i])
-        more = {tuple(alike[i] for i in each): each for each in islice(permutations(sorted(fastest)), 5000)}
-        for order in (sorted(fastest), fastest, fastest[::-1], by_limit, by_limit[::-1], *[*more.values()][:_ORDERS]):
+        more = permutations(sorted(fastest)) if count <= _UNEQUAL else ()
+        for order in (sorted(fastest), fastest, fastest[::-1], by_limit, by_limit[::-1], *more):
             found.setdefault(tuple(alike[i] for i in order), tuple(order))
     return list(found.values())
 
 
 class Search:
-    """A search for the best candidate.
+    """A search for the best candidate."""
 
-    Attributes:
-        named: by name of a schedule, the best candidate that fits.
-    """
-
-    def __init__(self, request: PlanRequest, budget: SearchBudget, progress: Callable[[str], None]) -> None:
-        self._request = request
-        self._budget = budget
-        self._progress = progress
+    def __init__(self, request: PlanRequest, budget: Budget, report: Callable[[str], None]) -> None:
+        self._request, self._budget, self._report = request, budget, report
+        self._begin, self._used = time.perf_counter(), 0
         self._winner: Candidate | None = None
-        self.named: dict[str, Candidate] = {}
-        self._best: dict[tuple[tuple[int, ...], tuple[int, ...], int], Candidate] = {}
-        self._in_flight: dict[tuple[str, tuple[int, ...], int], tuple[float, ...]] = {}
+        self._best: dict[tuple[object, ...], Candidate] = {}  # by all that is chosen beside cut and recomputation
+        self._in_flight: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def run(self) -> Candidate:
         """The best candidate within the budget; one that does not fit if none does."""
-        for choice in choices(self._request):
-            if self._winner is not None and self._budget.share() > (0.4 if self._winner.fits else 0.9):
-                break
-            self._take(self._fitted(choice))
+        todo = starts(self._request)
+        # If nothing has fitted for long, it is the turn of the smallest micro-batches.
+        for turn, until in ((todo, 0.4), (sorted(todo, key=lambda each: -each.chunks), 0.9)):
+            for start in turn:
+                if self._winner is not None and (self._share() > until or (until > 0.4 and self._winner.fits)):
+                    break
+                if _key(start) not in self._best:
+                    self._take(self._fitted(start))
+        shapes: dict[tuple[object, ...], Candidate] = {}  # the best of each, whatever its schedule
+        for each in self.best():
+            shapes.setdefault(_key(each)[1:], each)
+        for number, each in enumerate(shapes.values()):
+            assert self._winner is not None
+            if number < _BEST or not self._winner.fits:  # if nothing fits yet, the rest is for finding what does
+                self._improve(each, 0.9 if number < _BEST else 1.0)
         assert self._winner is not None
-        for candidate in self._leaders()[:_BEST]:
-            self._improve(candidate, 0.9)
-        for candidate in self._leaders():  # if nothing fits yet, the rest of the budget is for finding what does
-            if not self._winner.fits:
-                self._improve(candidate, 1.0)
         return self._winner
+
+    def best(self) -> list[Candidate]:
+        """The best candidates of each schedule, order of devices, placement and number of micro-batches, best first."""
+        return sorted(self._best.values(), key=lambda each: each.rank)
+
+    def _share(self) -> float:
+        """How much of the budget is used, from 0 to 1 and more."""
+        return max((time.perf_counter() - self._begin) / self._budget.seconds, self._used / self._budget.iterations)
+
+    def _tried(self, candidate: Candidate, **changes: Any) -> Candidate:
+        """A candidate with changes, which counts as one more that is simulated."""
+        self._used += 1
+        return replace(candidate, **changes)
 
     def _take(self, candidate: Candidate) -> None:
         """Remembers a candidate, and tells of it if it is the best of all."""
-        choice = candidate.choice
-        assert isinstance(choice.schedule, str)
-        if candidate.fits:
-            best = self.named.setdefault(choice.schedule, candidate)
-            self.named[choice.schedule] = min(best, candidate, key=lambda each: each.rank)
-        key = choice.order, choice.placement, choice.chunks
+        key = _key(candidate)
         if key not in self._best or candidate.rank < self._best[key].rank:
             self._best[key] = candidate
         if self._winner is not None and candidate.rank >= self._winner.rank:
             return
         self._winner = candidate
         text = time_text(candidate.seconds, "s") if candidate.fits else "too much memory"
-        size = f"{counted(choice.workers, 'worker')}, {counted(choice.chunks, 'micro-batch')}"
-        self._progress(f"{text}: {choice.schedule}, {size}, layers {list(choice.balance)}")
-
-    def _leaders(self) -> list[Candidate]:
-        return sorted(self._best.values(), key=lambda each: each.rank)
+        size = f"{counted(len(candidate.order), 'worker')}, {counted(candidate.chunks, 'micro-batch')}"
+        self._report(f"{text}: {candidate.schedule}, {size}, layers {list(candidate.balance)}")
 
     # A cut that fits
 
-    def _fitted(self, choice: Choice) -> Candidate:
-        """The best cut for a choice, as far as memory allows.
+    def _fitted(self, candidate: Candidate) -> Candidate:
+        """The best cut, as far as memory allows.
 
         Recomputation begins with none. As long as a worker's bytes are above its limit, its stages recompute more, and
         the layers are cut again: what is recomputed takes time, so such a worker gets fewer layers.
@@ -201,21 +300,21 @@ class Search:
             A candidate that fits, or the last one that was tried.
         """
         while True:
-            (balance,) = best_cuts(self._problem(choice))
-            candidate = self._budget.evaluated(self._request, replace(choice, balance=balance))
-            over = [not candidate.workers[worker].fits for worker in choice.placement]
-            part = -(-choice.chunks // _PARTS)
+            (balance,) = best_cuts(self._problem(candidate))
+            candidate = self._tried(candidate, balance=balance)
+            over = [not candidate.workers[worker].fits for worker in candidate.placement]
+            part = -(-candidate.chunks // _PARTS)
             more = tuple(
-                min(choice.chunks, count + part * too_much)
-                for count, too_much in zip(choice.recomputed, over, strict=True)
+                min(candidate.chunks, count + part * too_much)
+                for count, too_much in zip(candidate.recomputed, over, strict=True)
             )
-            if more == choice.recomputed:
-                return self._with_less_recomputation(candidate) if candidate.fits else candidate
-            choice = replace(choice, recomputed=more)
+            if more == candidate.recomputed:
+                return candidate
+            candidate = replace(candidate, recomputed=more)
 
-    def _problem(self, choice: Choice) -> CutProblem:
+    def _problem(self, candidate: Candidate) -> CutProblem:
         """The layers to be cut: their seconds with recomputation, and their bytes with what is in flight."""
-        request, sums, chunks = self._request, self._request.sums(choice.chunks), choice.chunks
+        sums, chunks = candidate.sums, candidate.chunks
 
         @cache  # stages that are alike share a row, which is added up once
         def seconds(kind: str, count: int) -> list[float]:
@@ -227,43 +326,22 @@ class Search:
             return [fixed + held * each for fixed, each in zip(sums.fixed, sums.activations, strict=True)]
 
         return CutProblem(
-            choice.placement,
-            list(map(seconds, choice.kinds(request), choice.recomputed)),
-            list(map(memory, self._peaks(choice), choice.recomputed)),
-            [request.limits[device] for device in choice.order],
+            candidate.placement,
+            list(map(seconds, candidate.kinds, candidate.recomputed)),
+            list(map(memory, self._peaks(candidate), candidate.recomputed)),
+            [candidate.request.limits[device] for device in candidate.order],
         )
 
-    def _peaks(self, choice: Choice) -> tuple[float, ...]:
+    def _peaks(self, candidate: Candidate) -> tuple[float, ...]:
         """The micro-batches that each stage holds at most, if all stages take equally long."""
-        assert isinstance(choice.schedule, str)
-        key = choice.schedule, choice.placement, choice.chunks
+        key = candidate.schedule, candidate.placement, candidate.chunks
         if key not in self._in_flight:
-            each = len(choice.placement) // choice.workers
-            made = build(choice.schedule, workers=choice.workers, chunks=choice.chunks, stages_per_worker=each)
+            assert isinstance(candidate.schedule, str)
+            workers = len(candidate.order)
+            each = len(candidate.placement) // workers
+            made = build(candidate.schedule, workers=workers, chunks=candidate.chunks, stages_per_worker=each)
             self._in_flight[key] = simulate(made, Costs()).stage_peak_memory
         return self._in_flight[key]
-
-    def _with_less_recomputation(self, candidate: Candidate) -> Candidate:
-        """The same cut with as little recomputation as fits: all stages with a part of it, then each by itself."""
-        whole = candidate.choice.recomputed
-        candidate = self._least(candidate, 16, lambda part: [-(-count * part // 16) for count in whole])
-        for stage, most in enumerate(candidate.choice.recomputed):
-            least = [*candidate.choice.recomputed]
-            if self._budget.share() < 0.4:
-                candidate = self._least(candidate, most, lambda n: [*least[:stage], n, *least[stage + 1 :]])  # noqa: B023
-        return candidate
-
-    def _least(self, candidate: Candidate, most: int, counts: Callable[[int], Sequence[int]]) -> Candidate:
-        """Of the numbers up to the most, the smallest whose recomputation fits and is no slower, found by halving."""
-        low, high = 0, most if any(counts(most)) else 0
-        while low < high:
-            middle = (low + high) // 2
-            other = self._budget.evaluated(self._request, replace(candidate.choice, recomputed=tuple(counts(middle))))
-            if other.fits and other.rank <= candidate.rank:
-                candidate, high = other, middle
-            else:
-                low = middle + 1
-        return candidate
 
     # Better cuts
 
@@ -274,16 +352,16 @@ class Search:
             candidate: to be improved.
             until: the share of the budget at which to stop.
         """
-        if self._budget.share() > until:
+        if self._share() > until:
             return
-        for variant in best_cuts(self._problem(candidate.choice), _VARIANTS):
+        for variant in best_cuts(self._problem(candidate), _VARIANTS):
             candidate = self._better(candidate, variant, until)
         before = None
         while candidate is not before:
             before = candidate
-            for boundary in range(len(candidate.choice.balance) - 1):
+            for boundary in range(len(candidate.balance) - 1):
                 for by in (1, -1):
-                    balance = [*candidate.choice.balance]
+                    balance = [*candidate.balance]
                     balance[boundary] += by
                     balance[boundary + 1] -= by
                     if min(balance) > 0:
@@ -291,8 +369,12 @@ class Search:
 
     def _better(self, candidate: Candidate, balance: tuple[int, ...], until: float) -> Candidate:
         """The candidate, or that with another cut, if it is better and there is time to try it."""
-        if self._budget.share() > until or balance == candidate.choice.balance:
+        if self._share() > until or balance == candidate.balance:
             return candidate
-        other = self._budget.evaluated(self._request, replace(candidate.choice, balance=balance))
+        other = self._tried(candidate, balance=balance)
         self._take(other)
         return min(candidate, other, key=lambda each: each.rank)
+
+
+def _key(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.schedule, candidate.order, candidate.placement, candidate.chunks

@@ -13,7 +13,7 @@ from torch import nn
 from pipework import Pipe, Plan, pop, skippable, stash
 from pipework.assignment.from_plan import layer_info
 from pipework.planning import Profile, profile
-from pipework.planning.plan_profile import plan_profile
+from pipework.planning.search import plan_profile
 from pipework.schedule.edges import recomputed
 from tests.conftest import Way, distance
 from tests.planning.made_profiles import made

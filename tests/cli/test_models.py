@@ -76,7 +76,7 @@ def test_several_kinds_of_device(tmp_path, capsys):
     [
         (("--devices", "device,cuda:0"), "no times for device 'cuda:0': it knows 'device'"),
         (("--workers", "7"), "there are 7 devices and 6 layers"),
-        (("--workers", "2", "--memory", "500B"), "; it fits with a limit of 1.2"),
+        (("--workers", "2", "--memory", "500B"), "; it fits with memory='1.2"),
         (("--workers", "2", "--memory", "much"), "memory is 'much': wanted a number and a unit"),
         (
             ("--workers", "2", "--memory", "device=1GiB,2GiB"),

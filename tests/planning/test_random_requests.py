@@ -20,13 +20,13 @@ from pipework.planning.layer_costs import (
     SkipBytes,
 )
 from pipework.planning.plan import Plan
-from pipework.planning.plan_profile import plan_profile
 from pipework.planning.profiles import Profile
+from pipework.planning.search import plan_profile
 from pipework.schedule import validate
 
 SCHEDULES = ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "v-half", "v-min", "dualpipe-v", "hanayo"]
 REFUSALS = re.compile(
-    r"no plan fits: .* it fits with|there are \d devices and|chunks is \d+, and|"
+    r"no plan fits: .* it fits with memory=|there are \d devices and|chunks is \d+, and|"
     r"have several stages for each worker"
 )
 IN_TIER = 2  # groups of seeds

@@ -1,16 +1,20 @@
 """The search as a whole, on profiles made by hand."""
 
+import re
+from ast import literal_eval
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from pipework.planning.candidate import Candidate, Choice, evaluate
+import pytest
+
+from pipework.planning.candidate import Candidate
 from pipework.planning.layer_costs import DeviceKind, LayerSeconds, LinkSpeed, SkipBytes
 from pipework.planning.plan import Plan
-from pipework.planning.plan_profile import plan_profile
+from pipework.planning.profiles import Profile
 from pipework.planning.request import make_request
-from pipework.planning.search import SearchBudget, orders
+from pipework.planning.search import orders, plan_profile
 from pipework.schedule import SCHEDULES, from_csv, validate
 from pipework.schedule.analysis.memory import SLACK
 from pipework.schedule.edges import recomputed
@@ -29,8 +33,7 @@ def planned(profile: Any = None, devices: Any = ("device", "device"), memory: An
 def named(request: Any, balance: list[int], schedule: str, chunks: int = 8) -> Candidate:
     workers = len(request.devices)
     placement = SCHEDULES[schedule].placement(workers, len(balance) // workers)
-    choice = Choice(tuple(range(workers)), placement, chunks, tuple(balance), (0,) * len(balance), schedule)
-    return evaluate(request, choice)
+    return Candidate(request, tuple(range(workers)), placement, chunks, schedule, tuple(balance), (0,) * len(balance))
 
 
 def test_a_plan_is_not_slower_than_cuts_made_by_hand() -> None:
@@ -150,11 +153,45 @@ def test_a_search_goes_on_until_something_fits() -> None:
     assert planned(profile, memory=1900, iterations=200).seconds <= plan.seconds
 
 
-# The budget
+# Limits that are too small
 
 
-def test_parts_of_a_budget() -> None:
-    seconds, candidates = SearchBudget(seconds=10.0).part(0.6), SearchBudget(iterations=10, used=7).part(0.25)
-    assert (seconds.seconds, seconds.iterations) == (6.0, inf)
-    assert (candidates.seconds, candidates.iterations, candidates.used) == (inf, 2.5, 0)
-    assert SearchBudget(iterations=2).part(0.1).iterations == 1  # at least one candidate
+EQUAL = made(UNEVEN, kept=[40] * 8)
+HEAVY = made(UNEVEN, kept=[100] * 8, weights=[100, 800, *[100] * 6])
+TWO_KINDS = made(UNEVEN, kept=[40] * 8, speeds={"a": 1.0, "b": 0.5})
+SHARED = replace(EQUAL, devices={"cpu": "device"})
+
+
+def named_limits(text: str) -> Any:
+    """What a message says would do."""
+    found = re.search(r"it fits with memory=([^;]*);", text)
+    assert found, text
+    return literal_eval(found[1])
+
+
+@pytest.mark.parametrize(
+    ("profile", "devices", "memory", "text"),
+    [
+        (EQUAL, ["device"] * 2, 100, ""),  # far too small for any layer
+        (EQUAL, ["device"] * 2, 1000, ""),  # too small for all weights
+        (EQUAL, ["device"] * 2, 1620, ""),  # nearly enough
+        (HEAVY, ["device"] * 2, 1000, ""),  # too small for one layer
+        (
+            *(HEAVY, ["device"] * 2, 3500),  # enough for it alone
+            r"worker \d \(device\) needs 3.[67]\d KiB and may hold 3.42 KiB \(\d.\d+% too much\)",
+        ),
+        (TWO_KINDS, ["a", "b"], {"a": 2000, "b": 1300}, "memory={'a': .*, 'b': "),
+        (TWO_KINDS, ["a", "b", "b"], 600, ""),
+        (TWO_KINDS, ["b", "b"], {"b": 100}, "memory='"),  # both devices are alike: a number
+        (SHARED, ["cpu", "cpu"], 2000, r"memory='3.\d+KiB'"),
+        (SHARED, ["cpu", "cpu", "device"], {"cpu": 500, "device": 700}, ""),
+    ],
+)
+def test_a_refused_limit_is_answered_with_one_that_does(
+    profile: Profile, devices: list[str], memory: Any, text: str
+) -> None:
+    with pytest.raises(ValueError, match=f"no plan fits: .*{text}") as refused:
+        planned(profile, devices, memory, iterations=20)
+    limits = named_limits(str(refused.value))
+    plan = planned(profile, devices, limits, iterations=20)
+    assert all(each.fits for each in plan.workers)

@@ -19,9 +19,9 @@ from torch import nn
 import pipework
 from pipework.planning.layer_costs import DeviceKind, LinkSpeed
 from pipework.planning.plan import Plan
-from pipework.planning.plan_profile import best_plans
 from pipework.planning.profiles import Profile
 from pipework.planning.request import make_request
+from pipework.planning.search import best_plans
 from pipework.saving.collective import run_on_all_ranks
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pipework.distributed.mesh import Mesh
-    from pipework.planning.search import SearchBudget
+    from pipework.planning.search import Budget
 
 _SMALL, _LARGE = 2**10, 2**22  # numbers of 4 bytes
 _TIMES = 7
@@ -42,7 +42,7 @@ def plan_on_ranks(
     measure: Callable[[torch.device, int], Profile],
     memory: float | str | Mapping[str, float | str] | None,
     options: Mapping[str, Any],
-    budget: SearchBudget,
+    budget: Budget,
     report: Callable[[str], None],
 ) -> Plan:
     """The plan that all ranks get; all of them call this.
@@ -79,7 +79,7 @@ def plan_on_ranks(
         if group.rank:
             return ""
         request = replace(make_request(whole, list(whole.kinds), memory, **options), keeps_order=True)
-        return best_plans(request, budget.part(1.0), report)[0].to_json()
+        return best_plans(request, budget, report)[0].to_json()
 
     text = run_on_all_ranks(group, "make a plan", planned, str).shared[0]
     return Plan.from_json(text, "of rank 0")

@@ -30,10 +30,9 @@ from pipework.planning.measuring.profile import checked_report, grouped, micro_b
 from pipework.planning.measuring.sample_batch import SampleBatch
 from pipework.planning.measuring.stage_copy import now, traceless
 from pipework.planning.plan import Plan, WorkerBytes
-from pipework.planning.plan_profile import best_plans, no_plan_fits
 from pipework.planning.profiles import Profile
 from pipework.planning.request import check_options, checked_schedules, make_request
-from pipework.planning.search import checked_budget
+from pipework.planning.search import Budget, best_plans, no_plan_fits
 from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.schedule import measure
 from pipework.schedule.draw.units import counted
@@ -46,14 +45,12 @@ if TYPE_CHECKING:
     from pipework.distributed.mesh import Mesh
     from pipework.model.sequential import Device
     from pipework.planning.request import PlanRequest
-    from pipework.planning.search import SearchBudget
     from pipework.schedule import Costs
 
 _TIMEOUT = 0.2
 # Schedules with a name that are tried beside the best plan, if they are about as fast by the profile.
 _NAMED, _WITHIN = 5, 1.15
-# Of the budget, for the first search and for those that follow if the stages that it found do not fit.
-_SHARES = 0.6, 0.25, 0.15
+_SEARCHES = 3  # at most, each with less memory, if the stages that the one before has found do not fit
 _TURNS = 3
 # The first step of a turn allocates, and chooses kernels; the second one has been 6 to 13 % slower than those after it.
 _WARM_UP = 3
@@ -101,7 +98,7 @@ def plan(
         optimizer: how many numbers it keeps for each trained parameter: 2 for Adam, 0 for plain SGD.
         schedules: names that may be chosen; None: all.
         seconds: to search. Measuring layers before, and trying steps after it, take their time beside that. Where
-            memory is limited, given or known, a part is kept for plans whose stages turn out to need more than their
+            memory is limited, given or known, there is another search if the stages turn out to need more than their
             layers.
         iterations: candidates to try instead, which gives the same plan for the same profile.
         keywords: keyword arguments of the first layer.
@@ -127,7 +124,7 @@ def plan(
         >>> sum(found.balance), found.chunks
         (4, 4)
     """
-    report, budget = checked_report(progress), checked_budget(seconds, iterations)
+    report, budget = checked_report(progress), Budget.of(seconds, iterations)
     options: dict[str, Any] = {"batch": batch, "chunks": chunks, "optimizer": optimizer, "schedules": schedules}
     measuring: dict[str, Any] = {
         "sample": sample, "target": target, "loss_fn": loss_fn, "keywords": keywords, "timeout": timeout,
@@ -186,7 +183,7 @@ def plan_that_fits(
     request: PlanRequest,
     model: nn.Sequential,
     batch: SampleBatch,
-    budget: SearchBudget,
+    budget: Budget,
     timeout: float,
     report: Callable[[str], None],
 ) -> Plan:
@@ -196,7 +193,7 @@ def plan_that_fits(
         request: what is to be planned, with a profile of this machine.
         model: its layers.
         batch: the mini-batch.
-        budget: of the search.
+        budget: of each search.
         timeout: seconds to measure each stage.
         report: called with a line of text for each step.
 
@@ -206,9 +203,9 @@ def plan_that_fits(
     given, limits = request, dict(zip(request.devices, request.limits, strict=True))
     tried: list[Plan] = []
     once = min(request.limits) == inf or batch.rows != request.batch
-    for share in (1.0,) if once else _SHARES:
+    for _ in range(1 if once else _SEARCHES):
         try:
-            plans = best_plans(request, budget.part(share), report, named=_NAMED, within=_WITHIN)
+            plans = best_plans(request, budget, report, named=_NAMED, within=_WITHIN)
         except ValueError:
             if not tried:
                 raise

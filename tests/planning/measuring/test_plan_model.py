@@ -102,7 +102,7 @@ def test_a_plan_whose_stages_need_more_than_their_layers_is_not_made_again(
     monkeypatch.setattr("pipework.planning.measuring.plan_model.measured_plan", a_tenth_more)
     totals = [each.total for each in made.workers]
     worst = totals.index(max(totals))  # measured times may have cut the layers in either way
-    text = rf"worker {worst} \(cpu\) needs .* and may hold .*; it fits with a limit of ([^,]*), which workers of one"
+    text = rf"worker {worst} \(cpu\) needs .* and may hold .*; it fits with memory='([^']*)'"
     with pytest.raises(ValueError, match=text) as refused:
         plan(layers(), X, **OPTIONS, memory=2 * limit)  # two workers share the CPU's
     found = re.search(text, str(refused.value))
