@@ -20,14 +20,13 @@ if TYPE_CHECKING:
     from pipework.assignment.assignment import Assignment
     from pipework.autograd.factor import Factor
     from pipework.model.mini_batch import MiniBatch
-    from pipework.runtime.failure import Failure
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
     from pipework.runtime.run_spec import RunSpec
     from pipework.runtime.skips.skip import Skip
     from pipework.runtime.transport import Transport
     from pipework.runtime.worker_threads import WorkerThreads
-    from pipework.schedule import Action, Interval
+    from pipework.schedule import Interval
     from pipework.settings import Settings
 
 
@@ -266,22 +265,10 @@ class Backend:
 
     # ---- a run of the workers ---------------------------------------------------------------------------------------
 
-    @property
-    def before_action(self) -> Callable[[Action], None] | None:
-        """Called before each action of this process's workers; None: nothing is to be called."""
-        return None
-
     def transport(self, spec: RunSpec) -> Transport:
-        """Connects the workers for one run."""
-        return LocalTransport(spec.placement, spec.links, one_thread=spec.one_thread)
-
-    def during(self, failure: Failure) -> None:
-        """From now on failures of other processes are reported to this failure."""
+        """Connects the workers for one run, and makes its `Failure`, which other processes report to."""
+        return LocalTransport(spec.placement, spec.engine.links, one_thread=spec.one_thread)
 
     def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
         """The recorded actions of all workers, by this process's clock, from those of this process's workers."""
         return list(intervals)
-
-    def explained(self, error: BaseException) -> BaseException:
-        """The error to raise after a failed run: it may have its cause in another process."""
-        return error

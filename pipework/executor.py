@@ -25,10 +25,11 @@ from pipework.runtime.engine import make_engine
 from pipework.runtime.failure import add_note
 from pipework.runtime.program import Program
 from pipework.runtime.random.streams import Key
+from pipework.runtime.run_spec import StepSpec
 from pipework.runtime.skips.skip import Skip
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
 from pipework.runtime.stage.loss import total
-from pipework.runtime.step import Step, StepOptions
+from pipework.runtime.step import Step
 from pipework.settings import CHECK_FINITE, ONE_THREAD
 from pipework.signatures import positional_names
 from pipework.skip.layout import skip_edges, verify_skippables
@@ -184,20 +185,21 @@ class Executor:
         self, engine: Engine, program: Program, context: CallerContext, key: Key, batch: MiniBatch, call: StepCall
     ) -> Step:
         recorder, number = (None, 0) if (recording := self.recording) is None else (recording[0], next(recording[1]))
-        settings = self.settings
-        options = StepOptions(CHECK_FINITE in settings.debug, recorder, number, call.everywhere, settings.grad_scaler)
-        return Step(
-            engine,
-            program,
+        spec = StepSpec(
             context,
             key,
-            options,
-            loss=batch.loss,
+            BatchVersions(batch.tensors, batch.slices),
+            batch.loss,
             own_leaves=batch.own_leaves,
             input_gradients=call.gradients != 0,
             takes_gradients=call.grad and batch.required_gradients != 0,
-            versions=BatchVersions(batch.tensors, batch.slices),
+            everywhere=call.everywhere,
+            check_finite=CHECK_FINITE in self.settings.debug,
+            recorder=recorder,
+            number=number,
+            scaler=self.settings.grad_scaler,
         )
+        return Step(engine, program, spec)
 
     def _loss_outside(self, batch: MiniBatch, call: StepCall, step: Step) -> Any:
         """Steps 4 and 5 if the caller computes the loss: the workers run forward, and backward when the caller does."""

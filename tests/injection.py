@@ -113,7 +113,7 @@ def install() -> None:
                 fault.strike()
 
     begin, share = DistributedBackend.begin, DistributedBackend._gather_compared
-    before_action = DistributedBackend._before_action
+    before_action = DistributedBackend.before_action
 
     def counted(self: DistributedBackend, call: Any, *given: Any) -> Any:
         nonlocal step
@@ -130,6 +130,6 @@ def install() -> None:
         return share(self, name, text)
 
     DistributedBackend.begin = counted  # type: ignore[method-assign]
-    DistributedBackend._before_action = struck  # type: ignore[method-assign]
+    DistributedBackend.before_action = struck  # type: ignore[method-assign]
     DistributedBackend._gather_compared = shared  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(lambda *_: strike("optimizer"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,11 +18,10 @@ from pipework.model.mini_batch import split
 from pipework.runtime.random.streams import Key
 from pipework.runtime.run_spec import RunSpec
 from pipework.runtime.transport import LocalTransport
-from pipework.schedule import Action
 from pipework.testing import draw_key, reference_step
 
 if TYPE_CHECKING:
-    from pipework.runtime.transport import Message, Receive, Send
+    from pipework.runtime.transport import Handler, Message, Receive, Send
 
 
 def test_one_process_has_everything() -> None:
@@ -65,9 +64,8 @@ class CountingEndpoint:
     def receiver(self, kind: str, stage: int) -> Receive:
         return self._inner.receiver(kind, stage)  # type: ignore[no-any-return]
 
-    @property
-    def handlers(self) -> Mapping[str, Callable[[Action], None]]:
-        return {}
+    def handlers(self, of_stage: Mapping[str, Handler]) -> Mapping[str, Handler]:
+        return of_stage
 
     def finish(self) -> None:
         self._inner.finish()
@@ -77,7 +75,7 @@ class CountingTransport(LocalTransport):
     """A transport of one's own."""
 
     def __init__(self, spec: RunSpec, sent: list[tuple[str, int]]) -> None:
-        super().__init__(spec.placement, spec.links)
+        super().__init__(spec.placement, spec.engine.links)
         self.endpoints = {  # type: ignore[assignment]
             worker: CountingEndpoint(endpoint, sent) for worker, endpoint in self.endpoints.items()
         }

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from benchmarks.memory.live import ON_ITS_WAY, LiveStorages
 from pipework.backend import Backend
 from pipework.pipe import Pipe
+from pipework.runtime.run_spec import RunSpec
+from pipework.runtime.transport import LocalEndpoint, preceded
 from pipework.schedule import Action
+
+if TYPE_CHECKING:
+    from pipework.runtime.transport import Handler
 
 
 class CopyingLink:
@@ -53,6 +58,18 @@ class TakingLink(CopyingLink):
         self._storages.taken(tensors, self._taker)
 
 
+class WatchedEndpoint:
+    """Passes messages on, and calls a function before each action."""
+
+    def __init__(self, inner: LocalEndpoint, begins: Callable[[Action], None]) -> None:
+        self.sender, self.receiver, self.finish = inner.sender, inner.receiver, inner.finish
+        self._begins = begins
+
+    def handlers(self, of_stage: Mapping[str, Handler]) -> Mapping[str, Handler]:
+        """See `pipework.runtime.transport.Endpoint`."""
+        return {kind: preceded(self._begins, handle) for kind, handle in of_stage.items()}
+
+
 class WatchedBackend(Backend):
     """Tells the tracker whose action begins: under its mode one thread executes those of all workers.
 
@@ -66,10 +83,16 @@ class WatchedBackend(Backend):
         self._storages = storages
         self._placement = placement
 
-    @property
-    def before_action(self) -> Callable[[Action], None]:
+    def transport(self, spec: RunSpec) -> Any:
         """See `Backend`."""
-        return lambda action: self._storages.belongs_to(self._placement[action.stage])
+        transport: Any = super().transport(spec)
+        transport.endpoints = {
+            worker: WatchedEndpoint(each, self._begins) for worker, each in transport.endpoints.items()
+        }
+        return transport
+
+    def _begins(self, action: Action) -> None:
+        self._storages.belongs_to(self._placement[action.stage])
 
 
 def with_separate_memories(pipe: Pipe, storages: LiveStorages, *, when_taken: bool = False) -> Pipe:

@@ -290,12 +290,8 @@ class DistributedBackend(PeerGroup):
         self._uncompared = spec.micro_batches if self._averaging.needs_equal_counts(spec) else None
         return RankTransport(spec, self)
 
-    @property
-    def before_action(self) -> Callable[[Action], None]:
-        """See `Backend.before_action`."""
-        return self._before_action
-
-    def _before_action(self, action: Action) -> None:
+    def before_action(self, action: Action) -> None:
+        """Called before each action of this process's worker."""
         progress = self.monitor.progress
         progress.action = action
         progress.count += 1
@@ -317,8 +313,8 @@ class DistributedBackend(PeerGroup):
         self._averaging.finish(spec)
         if spec.differentiates:
             self.connections.tied.add_up(spec.runs)
-        if spec.scaler is not None:
+        if spec.differentiates and spec.step.scaler is not None:
             every = [run.aliases for run in spec.runs.values()]
             leaves = [leaf for aliases in every for leaf in aliases.leaves]
             gradients = [gradient for aliases in every for gradient in aliases.gradients()]
-            self._found_inf.share(spec.scaler, leaves, gradients)
+            self._found_inf.share(spec.step.scaler, leaves, gradients)

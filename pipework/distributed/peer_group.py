@@ -166,7 +166,7 @@ class PeerGroup(Backend):
                 same training step.
         """
         if (workers := self.workers) is not None:
-            workers.refuse_own_thread()
+            workers.refuse_caller()
         if self.stops and not self._stop_was_seen and what == "training step":
             reason = self._preemption.reason  # a rank may not know yet where the request came from
             who = f" ({reason})" if reason else ""
@@ -245,8 +245,7 @@ class PeerGroup(Backend):
             workers = self.workers
         assert workers is not None
         results: list[Result] = []
-        failure = Failure(self.abort)
-        self.during(failure)
+        failure = self.new_failure()
 
         def job() -> None:
             progress = self.monitor.progress
@@ -256,25 +255,26 @@ class PeerGroup(Backend):
                 with progress.waits():
                     results.append(function())
             except BaseException as error:
-                failure.report(error, None)
+                failure.report(error)
 
-        workers.run([job], lambda error: failure.report(error, None))
+        workers.run([job], failure.report)
         if failure.happened:
             self.connections.forget()
-            failure.explain(self.explained)
             failure.raise_first()
         return results[0]
 
     # ---- failures -----------------------------------------------------------------------------------------------
 
-    def during(self, failure: Failure) -> None:
-        """See `Backend`."""
+    def new_failure(self) -> Failure:
+        """The failure of a run, to which failures of other ranks are reported from now on."""
+        failure = Failure(self.abort, self.explained)
         self._failure = weakref.ref(failure)
         if self.monitor.failure is not None:
-            failure.report(self.monitor.error(), None)
+            failure.report(self.monitor.error())
+        return failure
 
     def explained(self, error: BaseException) -> BaseException:
-        """See `Backend`.
+        """The error to raise after a failed run: it may have its cause in another process.
 
         A rank that fails reports its error before it ends, so there is mostly a better reason than the lost connection.
         A rank that was killed reports nothing: then the lost connection itself is the reason.
@@ -306,7 +306,7 @@ class PeerGroup(Backend):
         if failure is None:
             self.abort()
         else:
-            failure.report(self.monitor.error(), None)
+            failure.report(self.monitor.error())
 
     def _without_layers(self, error: BaseException) -> BaseException:
         """The error itself; if a layer has seen that another rank left a collective, a lost connection."""

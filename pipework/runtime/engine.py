@@ -38,7 +38,7 @@ class Engine:
         backend: of the pipe.
         links: see `LocalTransport`.
         workers: the threads.
-        one_thread: whether one thread executes the actions of all workers of this process.
+        one_thread: whether one thread is to execute the actions of all workers of this process.
         lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only, and while
             a link is made.
     """
@@ -58,13 +58,15 @@ class Engine:
         """The devices of those workers of this process that are not on the CPU."""
         return [device for device in self.devices.values() if device.stream is not None]
 
-    def refuse_over_processes(self, parameter: Tensor | None) -> None:
+    def refuse_collectives(self, parameter: Tensor | None, sharded: FullySharded | None = None) -> None:
         """Raises a ValueError if layers call collectives, and workers are threads, which call them in any order.
 
         Args:
-            parameter: of such a layer; None: there is none.
+            parameter: a DTensor of such a layer; None: there is none.
+            sharded: what FSDP shards of such a layer, over replicas that this pipe must know; None: nothing.
         """
-        if len(self.devices) > 1 and not self.one_thread and parameter is not None and is_over_processes(parameter):
+        threads = len(self.devices) > 1 and not self.one_thread
+        if threads and parameter is not None and is_over_processes(parameter):
             raise ValueError(
                 f"a layer has DTensors over several processes (of shape {tuple(parameter.shape)}, "
                 f"{placement_text(parameter)}), and this pipe has {len(self.devices)} workers that are threads: they "
@@ -72,9 +74,6 @@ class Engine:
                 "values: let each worker be a process, Pipe(..., mesh=) with a DeviceMesh that has a dimension 'pp' "
                 'beside those of the layers; or debug="one_thread", in which all processes have one order'
             )
-
-    def refuse_fully_sharded(self, sharded: FullySharded | None) -> None:
-        """Raises a ValueError if FSDP shards layers, and this pipe has no replicas over which gradients are reduced."""
         if sharded is not None and self.backend.is_whole:
             raise ValueError(
                 "fully_shard has sharded layers of this pipe over several processes, and its workers are threads: give "
@@ -152,8 +151,6 @@ def make_engine(
     ways = {(stage, stage) for stage in stages} | {(stage, stage + 1) for stage in stages if stage + 1 in stages}
     ways |= {(a, b) for skip in skips for a, b in skip.hops if a in stages and b in stages}
     pairs = {(placement[a], placement[b]) for a, b in ways} | {(placement[b], placement[a]) for a, b in ways}
-    if len(workers) == 1:  # of several processes each has one
-        one_thread = True
     engine = Engine(
         stages=stages,
         placement=placement,
@@ -166,5 +163,5 @@ def make_engine(
         one_thread=one_thread,
     )
     every = (tensor for part in partitions.values() for tensor in (*part.parameters(), *part.buffers()))
-    engine.refuse_over_processes(next(filter(is_over_processes, every), None))
+    engine.refuse_collectives(next(filter(is_over_processes, every), None))
     return engine

@@ -27,6 +27,7 @@ class Failure:
 
     Args:
         stop: wakes the workers that wait for a value.
+        explained: gives the error to raise, which may have its cause in another process; None: the first one.
 
     Attributes:
         happened: whether an action has failed.
@@ -34,16 +35,19 @@ class Failure:
         action: in which it was raised; None: in none, or in another process.
     """
 
-    __slots__ = ("__weakref__", "_lock", "_stop", "action", "error", "happened")
+    __slots__ = ("__weakref__", "_explained", "_lock", "_stop", "action", "error", "happened")
 
-    def __init__(self, stop: Callable[[], None]) -> None:
+    def __init__(
+        self, stop: Callable[[], None], explained: Callable[[BaseException], BaseException] | None = None
+    ) -> None:
         self.happened = False
         self.error: BaseException | None = None
         self.action: Action | None = None
         self._stop = stop
+        self._explained = explained
         self._lock = threading.RLock()
 
-    def report(self, error: BaseException, action: Action | None) -> None:
+    def report(self, error: BaseException, action: Action | None = None) -> None:
         """Keeps the error if it is the first, adds a note of its stage and action, and wakes the waiting workers."""
         with self._lock:
             if self.happened:
@@ -55,15 +59,12 @@ class Failure:
             self.happened = True
         self._stop()
 
-    def explain(self, explained: Callable[[BaseException], BaseException]) -> None:
-        """Replaces the first exception by one that a function makes from it."""
-        if self.error is not None:
-            self.error = explained(self.error)
-
     def raise_first(self) -> NoReturn:
-        """Raises the original exception object in the caller's thread."""
+        """Raises the first exception in the caller's thread: the original object, or that which explains it."""
         error, self.error = self.error, None
         assert error is not None
+        if self._explained is not None:
+            error = self._explained(error)
         try:
             raise error
         finally:

@@ -12,18 +12,21 @@ for one kind of action and one stage, which take the number of the micro-batch.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from pipework.runtime.failure import Stopped
+from pipework.runtime.failure import Failure, Stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any, TypeAlias
 
     from pipework.runtime.device import Link
     from pipework.schedule import Action
 
+    # Executes an action.
+    Handler: TypeAlias = Callable[[Action], None]
     # Tensors, and mostly their structure (None: a single tensor).
     Message: TypeAlias = tuple[tuple[Any, ...], Any]
     # send(micro_batch, message)
@@ -52,9 +55,8 @@ class Endpoint(Protocol):
         It raises `Stopped` when another worker has failed.
         """
 
-    @property
-    def handlers(self) -> Mapping[str, Callable[[Action], None]]:
-        """By kind, the functions for communication actions, if the schedule has any."""
+    def handlers(self, of_stage: Mapping[str, Handler]) -> Mapping[str, Handler]:
+        """By kind, the functions that execute the actions of a stage: its own, and those for communication."""
 
     def finish(self) -> None:
         """Called on the worker's thread after its last action, unless an action has failed."""
@@ -71,8 +73,9 @@ class Transport(Protocol):
     def outside(self) -> Endpoint:
         """The endpoint of the thread that called the pipe. It sends before the run, and receives after it."""
 
-    def stop(self) -> None:
-        """Wakes every worker that waits: it raises `Stopped`."""
+    @property
+    def failure(self) -> Failure:
+        """Of the run; the first one wakes every worker that waits, which raises `Stopped`."""
 
     def close(self) -> None:
         """After the run: drops everything of the mini-batch."""
@@ -162,10 +165,9 @@ class LocalEndpoint:
 
         return receive
 
-    @property
-    def handlers(self) -> Mapping[str, Callable[[Action], None]]:
-        """See `Endpoint.handlers`: values are sent when they are computed, so there are none."""
-        return {}
+    def handlers(self, of_stage: Mapping[str, Handler]) -> Mapping[str, Handler]:
+        """See `Endpoint.handlers`: values are sent when they are computed, by the stage's own actions."""
+        return of_stage
 
     def finish(self) -> None:
         """See `Endpoint.finish`: there is nothing to wait for."""
@@ -188,29 +190,39 @@ class LocalTransport:
     def __init__(
         self, placement: tuple[int, ...], links: Mapping[tuple[int, int], Link | None], *, one_thread: bool = False
     ) -> None:
-        workers = range(max(placement, default=-1) + 1)
         self._boxes: Boxes = defaultdict(dict)
-        self._inboxes: list[Inbox | None] = [None if one_thread else SimpleQueue() for _ in workers]
-        inboxes = [self._inboxes[worker] for worker in placement]
-        to_workers = [links.get((worker, worker)) for worker in placement]
+        inboxes: list[Inbox | None] = [None if one_thread else SimpleQueue() for _ in range(max(placement) + 1)]
+        links = dict(links)  # another thread's step may make one meanwhile
         copies = any(link is not None for link in links.values())
+        to_workers = [links.get((worker, worker)) for worker in placement]
+        self.failure = Failure(partial(_wake_all, inboxes))
         self.outside = LocalEndpoint(self._boxes, None, [None] * len(placement), to_workers, copies=copies)
         self.endpoints = {
             number: LocalEndpoint(
                 self._boxes,
                 inbox,
-                inboxes,
+                [inboxes[worker] for worker in placement],
                 [links.get((number, worker)) if worker != number else None for worker in placement],
                 copies=copies,
             )
-            for number, inbox in enumerate(self._inboxes)
+            for number, inbox in enumerate(inboxes)
         }
-
-    def stop(self) -> None:
-        """See `Transport.stop`."""
-        for inbox in self._inboxes:
-            if inbox is not None:
-                inbox.put(WAKE_UP)
 
     def close(self) -> None:
         """See `Transport.close`: there is nothing to drop."""
+
+
+def _wake_all(inboxes: Iterable[Inbox | None]) -> None:
+    for inbox in inboxes:
+        if inbox is not None:
+            inbox.put(WAKE_UP)
+
+
+def preceded(call: Handler, handle: Handler) -> Handler:
+    """A handler that calls another function before."""
+
+    def both(action: Action) -> None:
+        call(action)
+        handle(action)
+
+    return both

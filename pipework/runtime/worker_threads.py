@@ -54,12 +54,17 @@ class WorkerThreads:
         """False in a process that was forked after the threads were started: a fork copies no threads."""
         return self._process == os.getpid()
 
-    def refuse_own_thread(self) -> None:
-        """Raises a RuntimeError if the caller is one of these threads, which would wait for itself forever."""
+    def refuse_caller(self) -> None:
+        """Raises a RuntimeError if jobs of the calling thread would never end."""
         if threading.current_thread() in self._threads:
             raise RuntimeError(
                 "a layer of a pipe has called that pipe, or a backward of it, from inside: its workers are busy with "
                 "the layer. Call the layers themselves, or another pipe of a copy of them"
+            )
+        if not self.alive:
+            raise RuntimeError(
+                "this mini-batch went forward before the process was forked, and its workers' threads stayed behind; "
+                "call the pipe again in this process"
             )
 
     def intra_op_share(self, threads: int) -> int:

@@ -26,13 +26,10 @@ def test_a_note_stands_on_an_error_once() -> None:
     assert error.__notes__ == ["pipework: in layer '0'"]
 
 
-def test_the_error_can_be_replaced_before_it_is_raised() -> None:
-    failure, other = Failure(lambda: None), RuntimeError("rank 2 is gone")
-    failure.explain(lambda error: other)  # nothing has happened yet
-    assert failure.error is None
-    failure.report(ValueError(), None)
-    failure.explain(lambda error: other)
-    with pytest.raises(RuntimeError, match="rank 2 is gone"):
+def test_the_error_that_explains_the_first_one_is_raised() -> None:
+    failure = Failure(lambda: None, lambda error: RuntimeError(f"rank 2 is gone: {error!r}"))
+    failure.report(ValueError())
+    with pytest.raises(RuntimeError, match=r"rank 2 is gone: ValueError\(\)"):
         failure.raise_first()
 
 
@@ -43,7 +40,7 @@ class Weak(Exception):
 def test_after_it_is_raised_nothing_refers_to_the_error() -> None:
     failure, error = Failure(lambda: None), Weak()
     alive = weakref.ref(error)
-    failure.report(error, None)
+    failure.report(error)
     gc.disable()  # a cycle through its traceback would keep the tensors of the step alive
     try:
         del error
@@ -57,5 +54,5 @@ def test_after_it_is_raised_nothing_refers_to_the_error() -> None:
 def test_a_signal_handler_may_report_while_its_thread_reports() -> None:
     failure = Failure(lambda: None)
     with failure._lock:
-        failure.report(KeyboardInterrupt(), None)
+        failure.report(KeyboardInterrupt())
     assert failure.happened

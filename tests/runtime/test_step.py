@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 from pipework import Pipe
 from pipework.autograd.weight_split.store import WeightGradientStore
-from pipework.backend import Backend
-from pipework.runtime.run_spec import RunSpec
 from pipework.runtime.stage.memory_meter import MemoryMeter
 
 X, Y = torch.ones(4, 2), torch.zeros(4, 2)
@@ -44,15 +42,3 @@ def test_the_memory_meter_looks_for_parameters_and_buffers_with_the_lock_held(mo
     with pipe.record():
         pipe(X)
     assert held == [True, True]
-
-
-def test_a_link_that_is_made_meanwhile_does_not_change_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe, transport = two_stages(), Backend.transport
-
-    def linked_meanwhile(self: Backend, spec: RunSpec) -> Any:
-        for _ in spec.links:
-            pipe._executor.engine_in_use().links[7, 8] = None
-        return transport(self, spec)
-
-    monkeypatch.setattr(Backend, "transport", linked_meanwhile)
-    pipe(X)

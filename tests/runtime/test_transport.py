@@ -35,7 +35,7 @@ def test_receiving_waits_for_the_message() -> None:
 
 def test_stop_ends_whoever_waits() -> None:
     transport = LocalTransport((0, 1), {})
-    transport.stop()
+    transport.failure.report(ValueError())
     with pytest.raises(Stopped):
         transport.endpoints[1].receiver("F", 1)(0)
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipework.runtime.transport import LocalTransport
+from pipework.runtime.transport import LocalTransport, preceded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import TypeAlias
 
     from torch import Tensor
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipework.distributed.transport.channel import Channel
     from pipework.runtime.run_spec import RunSpec
     from pipework.runtime.skips.skip import Skip
-    from pipework.runtime.transport import Address, Endpoint, Message, Receive, Send
+    from pipework.runtime.transport import Address, Endpoint, Handler, Message, Receive, Send
     from pipework.schedule import Action
 
     _Leaving: TypeAlias = tuple[int, tuple[Tensor | None, ...], Any]  # what leaves the pipe for a micro-batch
@@ -36,7 +36,7 @@ class RankTransport:
 
     def __init__(self, spec: RunSpec, backend: DistributedBackend) -> None:
         # For messages between stages of this rank, all of which run on one thread.
-        local = LocalTransport(spec.placement, spec.links, one_thread=True)
+        local = LocalTransport(spec.placement, spec.engine.links, one_thread=True)
         self.outside: Endpoint = local.outside
         self._worker = backend.mesh.worker
         self._own = local.endpoints[self._worker]
@@ -44,14 +44,14 @@ class RankTransport:
         self._channels = backend.connections.channels
         self._backend = backend
         self._progress = backend.monitor.progress
-        self._stopped = False
+        self.failure = backend.new_failure()
         self._stages = len(spec.placement)
         self._outbox: dict[Address, tuple[Sequence[Tensor | None], Any]] = {}
         self._posted: dict[Address, Channel] = {}
         self._unposted: dict[Channel, deque[Address]] = {}
         self._results: list[_Leaving] = []
         self._input_gradients: list[_Leaving] = []
-        skips = spec.skips
+        skips = spec.engine.skips
         self._names = functools.cache(lambda kind, source, target: names_of_messages(kind, source, target, skips))
 
     @property
@@ -59,21 +59,16 @@ class RankTransport:
         """See `Transport.endpoints`."""
         return {self._worker: self}
 
-    def stop(self) -> None:
-        """See `Transport.stop`."""
-        self._stopped = True
-        self._backend.abort()
-
     def close(self) -> None:
         """See `Transport.close`: releases the stages, and after a failure the messages that were not sent."""
         sharded = [run.sharded for run in self._spec.runs.values() if run.sharded is not None]
-        if self._stopped and any(each.is_reducing for each in sharded):
+        if self.failure.happened and any(each.is_reducing for each in sharded):
             self._backend.mesh.break_layer_groups()  # another replica may never come to this collective
         self._spec = self._spec._replace(runs={})
         self._outbox.clear()
         self._results.clear()
         self._input_gradients.clear()
-        if self._stopped:
+        if self.failure.happened:
             self._backend.connections.forget()
 
     def sender(self, kind: str, stage: int) -> Send:
@@ -109,10 +104,10 @@ class RankTransport:
 
         return receive
 
-    @property
-    def handlers(self) -> Mapping[str, Callable[[Action], None]]:
+    def handlers(self, of_stage: Mapping[str, Handler]) -> Mapping[str, Handler]:
         """See `Endpoint.handlers`."""
-        return {
+        every = {
+            **of_stage,
             "SEND_F": self._send,
             "SEND_B": self._send,
             "RECV_F": self._post,
@@ -121,6 +116,7 @@ class RankTransport:
             "UNSHARD": self._unshard,
             "RESHARD": lambda action: self._spec.runs[action.stage].aliases.reshard(),
         }
+        return {kind: preceded(self._backend.before_action, handle) for kind, handle in every.items()}
 
     def finish(self) -> None:
         """See `Endpoint.finish`: exchanges results, and waits until all messages have arrived."""

@@ -1,0 +1,131 @@
+"""The loop over actions, and the two launchers: both compute the same, and one has a single thread."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipework import Pipe
+from pipework.autograd.aliases import Aliases
+from pipework.runtime.device import WorkerDevice
+from pipework.runtime.failure import Failure, Stopped
+from pipework.runtime.launch import run_actions
+from pipework.runtime.transport import LocalEndpoint
+from pipework.schedule import Action
+
+ORDER = [Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("error", "failed_before", "expected", "note"),
+    [
+        (None, False, ["0F0", "1F0", "1B0", "0B0"], None),
+        (ValueError("odd"), False, ["0F0", "1F0"], "pipework: stage 1, micro-batch 0, action B"),
+        (Stopped(), False, ["0F0", "1F0"], None),  # being stopped is no failure
+        (None, True, [], None),  # a worker does nothing more after another has failed
+    ],
+)
+def test_actions_are_executed_in_order_until_one_fails(
+    error: Exception | None, failed_before: bool, expected: list[str], note: str | None
+) -> None:
+    done: list[str] = []
+    woken: list[bool] = []
+
+    def handle(action: Action) -> None:
+        if action == ORDER[2] and error is not None:
+            raise error
+        done.append(str(action))
+
+    failure = Failure(lambda: woken.append(True))
+    if failed_before:
+        failure.report(KeyError())
+    run_actions(ORDER, {(kind, stage): handle for kind in "FB" for stage in (0, 1)}, failure)
+    assert done == expected
+    assert len(woken) == failure.happened == failed_before + (note is not None)
+    if note is not None:
+        with pytest.raises(ValueError, match="odd") as caught:
+            failure.raise_first()
+        assert caught.value is error
+        assert caught.value.__notes__ == [note]
+
+
+def test_a_thread_enters_its_device_before_parameters_are_gathered_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    calls = [(WorkerDevice, "enter_thread"), (Aliases, "gather"), (LocalEndpoint, "finish"), (Aliases, "reshard")]
+    for owner, name in calls:
+        monkeypatch.setattr(owner, name, lambda self, name=name: done.append(name))
+    Pipe(nn.Sequential(nn.Linear(2, 2)), balance=[1])(torch.ones(1, 2))
+    assert done == [name for _, name in calls]
+
+
+# One thread
+
+
+def model(layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3)) for _ in range(layers)))
+
+
+class Threads(nn.Module):
+    """Notes on which threads it runs, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self.intra_op: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(threading.current_thread().name)
+        self.intra_op.add(torch.get_num_threads())
+        x.register_hook(lambda _: self.seen.add(threading.current_thread().name))
+        return x * 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"), [("gpipe", "except_last"), ("interleaved-1f1b", "never"), ("zb-v", "except_last")]
+)
+def test_gradients_are_those_of_a_thread_each(schedule: str, checkpoint: str) -> None:
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    found = []
+    for debug in ((), "one_thread"):
+        pipe = Pipe(
+            model(), 4, checkpoint, schedule=schedule, loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2,
+            debug=debug,
+        )  # fmt: skip
+        torch.manual_seed(7)
+        loss = pipe(x, target=y)
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in pipe.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_all_layers_run_on_one_thread_with_all_cores_and_an_error_names_its_place() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 100:
+                raise ValueError("too large")
+            return x
+
+    layers = [Threads() for _ in range(3)]
+    module = nn.Sequential(nn.Linear(2, 2), *layers, Fails())
+    pipe = Pipe(module, 2, balance=[2, 1, 2], devices=["cpu"] * 3, debug="one_thread")
+    with pytest.raises(ValueError, match="too large") as caught:
+        pipe(torch.full((4, 2), 1e4) * pipe[0].weight.sign().sum(0))
+    assert any("stage 2, micro-batch 0, action F" in note for note in caught.value.__notes__)
+    pipe(torch.ones(4, 2)).sum().backward()
+    assert set.union(*(layer.seen for layer in layers)) == {"pipework worker 0"}
+    assert set.union(*(layer.intra_op for layer in layers)) == {torch.get_num_threads()}
+
+
+def test_modes_see_every_operator_and_actions_are_recorded() -> None:
+    pipe = Pipe(model(), 4, schedule="1f1b", loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2)
+    x = torch.randn(8, 6)
+    pipe(x, target=x).backward()
+    with FlopCounterMode(display=False) as counter, pipe.record() as timeline:
+        pipe(x, target=x).backward()
+    assert counter.get_total_flops() > 0
+    assert {(each.worker, each.action.kind) for each in timeline.timeline().intervals} >= {
+        (worker, kind) for worker in (0, 1) for kind in "FB"
+    }
