@@ -101,7 +101,7 @@ def _content(name: str, schedule: Schedule, line: Timeline) -> str:
     if name.endswith(".csv"):
         return to_csv(schedule)
     # The colours of workers would hide split backwards and the stages of a worker.
-    plain = schedule.stages == schedule.workers and schedule.kinds.isdisjoint("IW")
+    plain = schedule.stages == schedule.workers and not schedule.split_stages
     return svg(line, colors="worker" if plain else "action", update=plain)
 
 

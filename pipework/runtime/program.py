@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pipework.schedule import (
-    KINDS,
     simulate,
     split_at_loss,
     validate,
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 
     from pipework.schedule import Action, Schedule
     from pipework.schedule.schedule import Orders
-
-
-_FORWARD = ("F", "SEND_F", "RECV_F")
 
 
 def _sending(order: Iterable[Action], skips: Set[tuple[int, int]]) -> tuple[Action, ...]:
@@ -67,7 +63,7 @@ class Program:
         """
         validation = validate(schedule)
         validation.raise_if_invalid()
-        lowered = (action for order in schedule.orders for action in order if action.kind not in KINDS)
+        lowered = (action for order in schedule.orders for action in order if not action.computes)
         if (action := next(lowered, None)) is not None:
             raise ValueError(
                 f"schedule {schedule.name!r} has communication or reduction actions ({action}), which a pipe adds by "
@@ -116,14 +112,17 @@ class Program:
     @cached_property
     def forwards(self) -> Orders:
         """The forwards alone."""
-        return self._sharded(tuple(tuple(each for each in order if each.kind in _FORWARD) for order in self._orders))
+        return self._of_phase(forward=True)
 
     @cached_property
     def others(self) -> Orders:
         """All other actions. Every valid schedule can be cut like this, but it holds more activations in between."""
-        return self._sharded(
-            tuple(tuple(each for each in order if each.kind not in _FORWARD) for order in self._orders)
-        )
+        return self._of_phase(forward=False)
+
+    def _of_phase(self, *, forward: bool) -> Orders:
+        kinds = self.schedule.table.letters(phase="forward")
+        orders = self._orders
+        return self._sharded(tuple(tuple(each for each in row if (each.kind in kinds) == forward) for row in orders))
 
     @property
     def _orders(self) -> Orders:
@@ -132,7 +131,7 @@ class Program:
     def _sharded(self, orders: Orders) -> Orders:
         if self.whole_stages is None:
             return orders
-        return tuple(sharded_order(order, self.whole_stages) for order in orders)
+        return tuple(sharded_order(order, self.whole_stages, self.schedule.table) for order in orders)
 
     def launch_order(self, orders: Orders) -> tuple[Action, ...]:
         """The actions of all workers in one order, in which each comes after those whose values it needs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipework.runtime.transport import preceded
-from pipework.schedule import KINDS, Interval
+from pipework.schedule import Interval
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,7 +62,7 @@ class WorkerRun:
                 in_context=spec.in_context,
             )
             for kind, handle in endpoint.handlers(handlers).items():
-                if recorded is not None and kind in KINDS:
+                if recorded is not None and kind in handlers:  # of the stage, not of the transport
                     handle = recorded.around(handle)
                 self.handlers[kind, stage] = handle
 

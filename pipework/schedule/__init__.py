@@ -1,6 +1,6 @@
 """Schedules: the order of actions of each worker, as data, which can be checked, simulated and drawn without torch."""
 
-from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
+from pipework.schedule.action import Action
 from pipework.schedule.analysis.bounds import Bounds, lower_bounds
 from pipework.schedule.analysis.channels import Channel
 from pipework.schedule.analysis.compare import Comparison, compare
@@ -21,6 +21,7 @@ from pipework.schedule.generators.one_forward_one_backward import (
     one_forward_one_backward,
 )
 from pipework.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
+from pipework.schedule.kinds import KINDS, ActionKind, Kinds
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.passes.communication import with_communication, with_gradient_reduction, with_skips
 from pipework.schedule.passes.recompute import (
@@ -36,7 +37,7 @@ from pipework.schedule.schedule import Schedule, restricted, split_at_loss
 from pipework.schedule.timeline import Interval, Timeline
 
 # What a schedule is; named schedules; passes; what a schedule needs and costs; pictures and files.
-__all__ = ["KINDS", "OF_STAGES", "TRANSFERS", "Action", "Schedule", "loop_placement", "wave_placement"]
+__all__ = ["KINDS", "Action", "ActionKind", "Kinds", "Schedule", "loop_placement", "wave_placement"]
 __all__ += ["SCHEDULES", "ScheduleSpec", "build", "list_schedule", "restricted", "schedule_spec", "split_at_loss"]
 __all__ += ["fill_drain", "forward_only", "looped_bfs", "one_forward_one_backward", "eager_1f1b", "interleaved_1f1b"]
 __all__ += ["zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v", "hanayo"]

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
-KINDS: Final = ("F", "B", "I", "W", "R")
-"""Forward, full backward, input-gradient half, weight-gradient half, recompute."""
-
-TRANSFERS: Final = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-"""Transfers between workers: of the values of forwards, and of the gradients of backwards."""
-
-OF_STAGES: Final = ("REDUCE_GRAD", "UNSHARD", "RESHARD")
-"""Actions on a whole stage instead of a micro-batch; names and meanings are those of PyTorch."""
+from pipework.schedule.kinds import KINDS, Kinds
 
 NONE: Final = -1
 """The micro-batch or peer of an action that has none."""
-
-_TEXT: Final = re.compile(rf"([0-9]+)({'|'.join((*TRANSFERS, *OF_STAGES, *KINDS))})([0-9]*)(?:@([0-9]+))?")
-# The distance in stages to the other end of a transfer, unless the action names a peer.
-_NEIGHBOUR: Final[Mapping[str, int]] = MappingProxyType({"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1})
 
 
 class Action(NamedTuple):
@@ -50,6 +36,11 @@ class Action(NamedTuple):
     micro_batch: int = NONE
     peer: int = NONE
 
+    @property
+    def computes(self) -> bool:
+        """Whether the action is for a micro-batch and no transfer."""
+        return self[3] < 0 <= self[2]
+
     def __str__(self) -> str:
         kind, stage, micro_batch, peer = self
         number = "" if micro_batch == NONE else micro_batch
@@ -62,7 +53,7 @@ class Action(NamedTuple):
         return f"Action({', '.join(f'{name}={value!r}' for name, value in fields if value != NONE)})"
 
     @classmethod
-    def parse(cls, text: str) -> Action:
+    def parse(cls, text: str, table: Kinds = KINDS) -> Action:
         """Read the text form ``{stage}{kind}{micro_batch}``.
 
         The peer of a transfer is the next stage in its direction unless the text ends in ``@{peer}``.
@@ -70,6 +61,7 @@ class Action(NamedTuple):
         Args:
             text: such as ``"2F3"``, ``"2SEND_F3"``, ``"0SEND_F3@4"`` or ``"2REDUCE_GRAD"``; white space around it is
                 ignored.
+            table: the kinds that there are.
 
         Returns:
             The action; ``str`` of it is the text again.
@@ -83,14 +75,13 @@ class Action(NamedTuple):
             >>> Action.parse("0SEND_F3").peer, Action.parse("0SEND_F3@4").peer
             (1, 4)
         """
-        match = _TEXT.fullmatch(text.strip())
-        wrong = (
-            match is None or bool(match[3]) == (match[2] in OF_STAGES) or bool(match[4] and match[2] not in TRANSFERS)
-        )
-        if match is None or wrong:
+        match = table.text.fullmatch(text.strip())
+        scope = table[match[2]].scope if match else ""
+        if match is None or bool(match[3]) == (scope == "stage") or bool(match[4] and scope != "transfer"):
             raise ValueError(
-                f"{text!r} is not an action: wanted stage, kind ({', '.join(KINDS)}) and micro-batch without spaces; "
-                "write '2F3' for the forward of stage 2, micro-batch 3, '2SEND_F3' for a transfer, '2REDUCE_GRAD'"
+                f"{text!r} is not an action: wanted stage, kind ({', '.join(table.letters(scope='micro-batch'))}) and "
+                "micro-batch without spaces; write '2F3' for the forward of stage 2, micro-batch 3, '2SEND_F3' for a "
+                "transfer, '2REDUCE_GRAD'"
             )
         kind, stage = match[2], int(match[1])
         peer = int(match[4]) if match[4] else neighbour(kind, stage)
@@ -104,5 +95,5 @@ def neighbour(kind: str, stage: int) -> int:
         >>> neighbour("SEND_F", 2), neighbour("SEND_B", 2), neighbour("F", 2)
         (3, 1, -1)
     """
-    step = _NEIGHBOUR.get(kind)
-    return NONE if step is None else stage + step
+    step = KINDS[kind].peer if kind in KINDS else 0
+    return stage + step if step else NONE

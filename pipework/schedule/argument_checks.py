@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from pipework.schedule.action import KINDS, OF_STAGES, TRANSFERS, Action
-
-_FORWARD_ONLY = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+from pipework.schedule.action import Action
+from pipework.schedule.kinds import Kinds
 
 
 def positive_integers(**values: object) -> None:
@@ -123,14 +122,14 @@ def checked_skips(skips: Any) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def check_order(worker: int, order: Sequence[Action], stages: int, *, inference: bool) -> None:
+def check_order(worker: int, order: Sequence[Action], stages: int, table: Kinds, *, inference: bool) -> None:
     """Refuse items that are no actions, and actions whose kind, stage, micro-batch or peer is out of range.
 
     Raises:
         TypeError: an item is no action, or its numbers are not ints.
         ValueError: a kind or number is out of range.
     """
-    kinds = _FORWARD_ONLY if inference else (*KINDS, *TRANSFERS, *OF_STAGES)
+    kinds = {row.letter: row.scope for row in table.values() if not inference or row.phase != "backward"}
     for action in order:
         if type(action) is not Action or not type(action[1]) is type(action[2]) is type(action[3]) is int:
             raise TypeError(f"{action!r} in worker {worker}'s order: wanted an Action such as Action('F', 0, 0)")
@@ -140,9 +139,10 @@ def check_order(worker: int, order: Sequence[Action], stages: int, *, inference:
             raise ValueError(f"{action!r} in worker {worker}'s order: kind must be one of {which}")
         if not 0 <= stage < stages:
             raise ValueError(f"{action} in worker {worker}'s order: placement has the stages 0 to {stages - 1}")
-        if (micro_batch < 0) != (kind in OF_STAGES) or (0 <= peer < stages) != (kind in TRANSFERS):
+        scope = kinds[kind]
+        if (micro_batch < 0) != (scope == "stage") or (0 <= peer < stages) != (scope == "transfer"):
             raise ValueError(
                 f"{action!r} in worker {worker}'s order: {kind} wants "
-                f"{'no micro-batch' if kind in OF_STAGES else 'a micro-batch from 0 on'}, and "
-                f"{f'a peer from 0 to {stages - 1}' if kind in TRANSFERS else 'no peer'}"
+                f"{'no micro-batch' if scope == 'stage' else 'a micro-batch from 0 on'}, and "
+                f"{f'a peer from 0 to {stages - 1}' if scope == 'transfer' else 'no peer'}"
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 from pipework.schedule.argument_checks import positive_integers
 
@@ -23,28 +23,8 @@ _PLACES: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-class StageCosts(NamedTuple):
-    """Costs of each stage, as :meth:`Costs.spread` returns them.
-
-    Attributes:
-        duration: action kind to its time on each stage.
-        transfer: time of each boundary, between stage s and s + 1.
-        activation: memory of a micro-batch on each stage.
-        checkpoint_activation: memory of a checkpointed micro-batch on each stage, before it is recomputed.
-        waiting: memory of a micro-batch on each stage, between the halves of its backward.
-        message: memory of the value that crosses each boundary.
-        skip: time of each skip connection of the schedule.
-        weights: memory of each stage's weights while they are gathered.
-    """
-
-    duration: Mapping[str, tuple[float, ...]]
-    transfer: tuple[float, ...]
-    activation: tuple[float, ...]
-    checkpoint_activation: tuple[float, ...]
-    waiting: tuple[float, ...]
-    message: tuple[float, ...]
-    skip: tuple[float, ...] = ()
-    weights: tuple[float, ...] = ()
+StageCosts = Mapping[str, tuple[float, ...]]
+"""The attributes of :class:`Costs` with a number for each stage, boundary or skip, see :meth:`Costs.spread`."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +58,7 @@ class Costs:
         ValueError: a number is negative, infinite or NaN, or a sequence is empty.
 
     Example:
-        >>> Costs(forward=[1, 2]).spread(stages=2).duration["F"]
+        >>> Costs(forward=[1, 2]).spread(stages=2)["forward"]
         (1.0, 2.0)
         >>> Costs(backward=-1)
         Traceback (most recent call last):
@@ -226,57 +206,43 @@ class Costs:
         return replace(self, **spread).divided([count[worker] for worker in placement])
 
     def spread(self, stages: int, skips: int = 0) -> StageCosts:
-        """Give each stage its costs.
+        """Give each stage, boundary and skip its costs; those that are None follow from the others.
 
         Args:
             stages: number of stages.
             skips: number of skip connections of the schedule.
 
+        Returns:
+            The name of each attribute to its numbers.
+
         Raises:
             ValueError: a sequence has another length.
 
         Example:
-            >>> Costs(transfer=0.5).spread(stages=3).transfer
+            >>> Costs(transfer=0.5).spread(stages=3)["transfer"]
             (0.5, 0.5)
             >>> Costs(forward=[1, 2]).spread(stages=3)
             Traceback (most recent call last):
             ValueError: Costs: forward has 2 numbers: wanted 3, one for each stage, or a single number for all
         """
-        forward = self._each("forward", stages)
-        half = (1.0,) * stages if self.backward is None else tuple(time / 2 for time in self._each("backward", stages))
-        inputs = half if self.input_gradient is None else self._each("input_gradient", stages)
-        weights = half if self.weight_gradient is None else self._each("weight_gradient", stages)
-        both = tuple(map(sum, zip(inputs, weights, strict=True)))
-        duration = {
-            "F": forward,
-            "B": both if self.backward is None else self._each("backward", stages),
-            "R": forward if self.recompute is None else self._each("recompute", stages),
-            "I": inputs,
-            "W": weights,
-            "REDUCE_GRAD": self._each("reduce_gradient", stages),
-            "UNSHARD": self._each("unshard", stages),
-        }
-        return StageCosts(
-            duration,
-            self._each("transfer", stages - 1, "boundary"),
-            self._each("activation", stages),
-            self._each("checkpoint_activation", stages),
-            self._each("activation" if self.waiting is None else "waiting", stages),
-            self._each("message", stages - 1, "boundary"),
-            self._each("skip_transfer", skips, "skip"),
-            self._each("weights", stages),
-        )
-
-    def _each(self, name: str, count: int, place: str = "stage") -> tuple[float, ...]:
-        value = getattr(self, name)
-        if not isinstance(value, tuple):
-            return (value,) * count
-        if len(value) != count:
-            raise ValueError(
-                f"Costs: {name} has {len(value)} number{'s' if len(value) != 1 else ''}: wanted {count}, "
-                f"one for each {place}, or a single number for all"
-            )
-        return value
+        counts = {"boundary": stages - 1, "skip": skips}
+        found: dict[str, tuple[float, ...]] = {}
+        for field in fields(self):
+            value, place = getattr(self, field.name), _PLACES.get(field.name, "stage")
+            count = counts.get(place, stages)
+            if isinstance(value, tuple) and len(value) != count:
+                raise ValueError(
+                    f"Costs: {field.name} has {len(value)} number{'s' if len(value) != 1 else ''}: wanted {count}, "
+                    f"one for each {place}, or a single number for all"
+                )
+            if value is not None:
+                found[field.name] = value if isinstance(value, tuple) else (value,) * count
+        half = tuple(time / 2 for time in found.get("backward", (2.0,) * stages))
+        halves = [found.setdefault(name, half) for name in ("input_gradient", "weight_gradient")]
+        found.setdefault("backward", tuple(map(sum, zip(*halves, strict=True))))
+        found.setdefault("recompute", found["forward"])
+        found.setdefault("waiting", found["activation"])
+        return found
 
 
 def checked(costs: Costs | None) -> Costs:

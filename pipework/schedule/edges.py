@@ -8,15 +8,17 @@
     stage 1      F ----------> (R) --> B                  through R if the micro-batch is checkpointed
 
 In a split backward, ``I`` takes the place of ``B``, and ``W`` depends on its ``I``. A skip connection from stage s to
-stage t is an edge from the F of s to the F of t, and one from the B of t to the B of s.
+stage t is an edge from the F of s to the F of t, and one from the B of t to the B of s. The edges of each kind are in
+the table of kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 from pipework.schedule.action import Action
+from pipework.schedule.kinds import Kinds
 from pipework.schedule.schedule import Schedule
 
 
@@ -86,14 +88,20 @@ def recomputed(schedule: Schedule) -> frozenset[tuple[int, int]]:
         >>> sorted(recomputed(with_recompute(fill_drain(2, 2), 1)))
         [(0, 0), (1, 0)]
     """
-    return frozenset([action[1:3] for order in schedule.orders for action in order if action[0] == "R"])
+    again = schedule.kinds.intersection(row.letter for row in schedule.table.values() if row.leaves)
+    return frozenset([action[1:3] for order in schedule.orders if again for action in order if action[0] in again])
 
 
-def product(action: Action) -> Action:
-    """The action that names a result: a ``B`` has the result of an ``I``, other actions have their own.
+def maker(product: Action, order: Container[Action], table: Kinds) -> Action:
+    """The action of an order that makes a product, such as the ``I`` that makes that of a ``B``.
+
+    Returns:
+        The product itself, if none makes it: it is the loss, an action that is missing, or a transfer.
 
     Example:
-        >>> str(product(Action("B", 1, 0)))
+        >>> from pipework.schedule.kinds import KINDS
+        >>> str(maker(Action("B", 1, 0), [Action("I", 1, 0)], KINDS))
         '1I0'
     """
-    return Action("I", action.stage, action.micro_batch) if action.kind == "B" else action
+    makers = (product._replace(kind=kind) for kind in table.letters(gives=product.kind))
+    return next((each for each in makers if each in order), product)

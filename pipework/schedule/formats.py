@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from pipework.schedule.action import Action
+from pipework.schedule.kinds import KINDS, Kinds
 from pipework.schedule.schedule import Schedule
 
 _FORMAT: Final = "pipework schedule 1"
@@ -48,8 +49,12 @@ def to_json(schedule: Schedule) -> str:
     return f'{{{head},\n "orders": [{orders}]}}'
 
 
-def from_json(text: str) -> Schedule:
+def from_json(text: str, *, table: Kinds = KINDS) -> Schedule:
     """Read what :func:`to_json` wrote.
+
+    Args:
+        text: the JSON itself.
+        table: the kinds of actions that there are, which the JSON does not have.
 
     Raises:
         TypeError: the text is no str.
@@ -69,8 +74,8 @@ def from_json(text: str) -> Schedule:
     if type(fields.get("inference")) is not bool:
         raise ValueError(f"the JSON makes no schedule: inference is {fields.get('inference')!r}, wanted a bool")
     try:
-        orders = [[Action.parse(str(action)) for action in order] for order in fields["orders"]]
-        return Schedule(fields["name"], fields["placement"], orders, fields["inference"], fields["skips"])  # type: ignore[arg-type]
+        orders = [[Action.parse(str(action), table) for action in order] for order in fields["orders"]]
+        return Schedule(fields["name"], fields["placement"], orders, fields["inference"], fields["skips"], table)  # type: ignore[arg-type]
     except KeyError as error:
         raise ValueError(f"the JSON makes no schedule: it has no {error}") from None
     except (TypeError, ValueError) as error:
@@ -85,13 +90,14 @@ def to_csv(schedule: Schedule) -> str:
     :func:`with_communication`.
 
     Args:
-        schedule: its name is not written, since the format has no place for it.
+        schedule: its name is not written, since the format has no place for it. PyTorch loads no recomputation: use
+            :func:`without_recompute` before.
 
     Returns:
         A row for each worker, a cell for each action.
 
     Raises:
-        ValueError: the schedule has recomputation or skips, which PyTorch does not support.
+        ValueError: the schedule has skips, for which the format has no place.
 
     Example:
         >>> from pipework.schedule import fill_drain, with_communication
@@ -100,18 +106,17 @@ def to_csv(schedule: Schedule) -> str:
         1RECV_F0,1F0,1B0,1SEND_B0
         <BLANKLINE>
     """
-    if "R" in schedule.kinds or schedule.skips:
-        what = "recomputation" if "R" in schedule.kinds else "skip connections"
+    if schedule.skips:
         raise ValueError(
-            f"schedule {schedule.name!r} has {what}, which PyTorch's CSV does not support: write the schedule without "
-            "them, or as JSON"
+            f"schedule {schedule.name!r} has skip connections, which PyTorch's CSV does not support: write the "
+            "schedule without them, or as JSON"
         )
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(schedule.orders)
     return text.getvalue()
 
 
-def from_csv(text: str, *, name: str = "csv") -> Schedule:
+def from_csv(text: str, *, name: str = "csv", table: Kinds = KINDS) -> Schedule:
     """Read what :func:`to_csv` or `torch.distributed.pipelining` wrote.
 
     A forward and a backward side by side (``OVERLAP_F_B``) are read as one after the other, as PyTorch runs them. Waits
@@ -120,6 +125,7 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
     Args:
         text: the CSV itself.
         name: the name of the schedule.
+        table: the kinds of actions that there are.
 
     Raises:
         TypeError: the text is no str.
@@ -132,7 +138,7 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
     """
     reader = csv.reader(io.StringIO(_checked_text(text)))
     try:
-        orders = [list(_actions(cells, row)) for row, cells in enumerate(reader, start=1)]
+        orders = [list(_actions(cells, row, table)) for row, cells in enumerate(reader, start=1)]
     except csv.Error as error:
         raise ValueError(f"the text is not CSV: {error}") from None
     while orders and not orders[-1]:
@@ -140,9 +146,9 @@ def from_csv(text: str, *, name: str = "csv") -> Schedule:
     if not all(orders) or not orders:
         row = 1 + next((worker for worker, order in enumerate(orders) if not order), 0)
         raise ValueError(f"row {row} of the CSV has no action: wanted those of a worker, such as 0F0,0B0")
-    kinds = {action.kind for order in orders for action in order}
+    inference = all(table[action.kind].phase != "backward" for order in orders for action in order)
     try:
-        return Schedule(name, _placement(orders), orders, inference=not kinds & {"B", "I", "W"})  # type: ignore[arg-type]
+        return Schedule(name, _placement(orders), orders, inference, table=table)  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"the CSV makes no schedule: {error}") from None
 
@@ -154,13 +160,13 @@ def _checked_text(text: str) -> str:
     return text.removeprefix("\ufeff")
 
 
-def _actions(cells: Iterable[str], row: int) -> Iterator[Action]:
+def _actions(cells: Iterable[str], row: int, table: Kinds) -> Iterator[Action]:
     for column, cell in enumerate(map(str.strip, cells), start=1):
         overlap = _OVERLAP.fullmatch(cell)
         for text in overlap[1].split(";") if overlap else [cell] if cell else []:
             try:
                 if _WAIT.fullmatch(text.strip()) is None:
-                    yield Action.parse(text)
+                    yield Action.parse(text, table)
             except ValueError as error:
                 raise ValueError(f"row {row}, column {column} of the CSV: {error}") from None
 

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from pipework.schedule.action import Action
 from pipework.schedule.argument_checks import one_of, positive_integers
 from pipework.schedule.costs import Costs, StageCosts, checked_without_skips
+from pipework.schedule.kinds import KINDS
 from pipework.schedule.schedule import Orders
 
 Overtaking = Literal["none", "backwards", "all"]
@@ -86,13 +87,13 @@ def list_schedule(
 
 def _check_priorities(placement: Sequence[int], priorities: Sequence[Sequence[Action]]) -> None:
     """Refuse priorities that do not have forwards and backwards of just the stages of each worker."""
+    gives = {letter: row.gives for letter, row in KINDS.items()}
     workers = 1 + max(placement, default=-1)
     if not workers or len(priorities) != workers:
         raise ValueError(f"there are priorities for {len(priorities)} workers, but the placement has {workers}")
     for worker, own in enumerate(priorities):
         stages = [stage for stage, home in enumerate(placement) if home == worker]
-        found = {(action[1], {"F": "F", "B": "B or I", "I": "B or I"}.get(action[0])) for action in own}
-        if found != {(stage, kind) for stage in stages for kind in ("F", "B or I")}:
+        if {(action[1], gives.get(action[0])) for action in own} != {(stage, way) for stage in stages for way in "FB"}:
             raise ValueError(
                 f"the priorities of worker {worker} are for other actions than its own: wanted F, and B or I, of the "
                 f"stages {stages}"
@@ -109,6 +110,7 @@ class _Worker:
         self.priorities = priorities
         self._held = 0
         self._split: deque[Action] = deque()  # the input halves whose weight halves have not been run
+        self._rows = dict(KINDS)
         self._forwards_overtake = overtaking == "all"
         # A forward of a stage may start if the worker holds at most this many activations.
         stages = sorted({action.stage for action in priorities})
@@ -118,8 +120,8 @@ class _Worker:
         lanes: dict[tuple[str, int], list[int]] = {}
         for rank, (kind, stage, _, _) in enumerate(priorities):
             lane = ("all", -1) if overtaking == "none" else (kind, stage)
-            if overtaking == "backwards" and kind == "F":
-                lane = ("F", -1)
+            if overtaking == "backwards" and KINDS[kind].phase == "forward":
+                lane = (kind, -1)
             lanes.setdefault(lane, []).append(rank)
         self._lanes = [iter(ranks) for ranks in lanes.values()]
         self._heads = sorted((next(ranks), lane) for lane, ranks in enumerate(self._lanes))
@@ -129,13 +131,14 @@ class _Worker:
         for position, (rank, lane) in enumerate(self._heads):
             action = self.priorities[rank]
             kind, stage, micro_batch, _ = action
-            if arrivals["F" if kind == "F" else "B"][stage][micro_batch] > time:
+            row = self._rows[kind]
+            if arrivals[row.arrives][stage][micro_batch] > time:
                 continue
-            if kind == "F":
+            if row.phase == "forward":
                 if self._held > self._room[stage] or (position and not self._forwards_overtake):
                     continue
                 self._held += 1
-            elif kind == "I":
+            elif row.partner:
                 self._split.append(action)
             else:
                 self._held -= 1
@@ -147,9 +150,9 @@ class _Worker:
         else:
             if not self._split:
                 return None
-            _, stage, micro_batch, _ = self._split.popleft()
+            kind, stage, micro_batch, _ = self._split.popleft()
             self._held -= 1
-            action = Action("W", stage, micro_batch)
+            action = Action(self._rows[kind].partner, stage, micro_batch)
         self.order.append(action)
         return action
 
@@ -163,6 +166,7 @@ def _run(placement: Sequence[int], workers: Sequence[_Worker], costs: StageCosts
     last = max(action.micro_batch for worker in workers for action in worker.priorities)
     arrivals: _Arrivals = {kind: [[inf] * (last + 1) for _ in placement] for kind in "FB"}
     arrivals["F"][0] = [0.0] * (last + 1)
+    rows = dict(KINDS)
     # The times at which workers look for an action; of those at the same time, the first worker is first.
     looks = [(0.0, number) for number in range(len(workers))]
     while looks:
@@ -172,16 +176,17 @@ def _run(placement: Sequence[int], workers: Sequence[_Worker], costs: StageCosts
         if action is None:
             continue
         kind, stage, micro_batch, _ = action
-        worker.free = arrival = time + costs.duration[kind][stage]
+        row = rows[kind]
+        worker.free = arrival = time + costs[row.cost][stage]
         heappush(looks, (arrival, number))
         # Who gets the result: the next stage, the one before, or the backward of the last stage, from the loss.
-        direction, target = ("F", stage + 1) if kind == "F" else ("B", stage - 1)
+        direction, target = row.gives, stage + (1 if row.phase == "forward" else -1)
         if target == len(placement):
             direction, target = "B", stage
-        if kind == "W" or target < 0:
+        if not direction or target < 0:
             continue
         receiver = placement[target]
         if receiver != number:
-            arrival += costs.transfer[min(stage, target)]
+            arrival += costs["transfer"][min(stage, target)]
             heappush(looks, (arrival, receiver))
         arrivals[direction][target][micro_batch] = arrival

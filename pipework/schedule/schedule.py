@@ -7,8 +7,9 @@ from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 
-from pipework.schedule.action import TRANSFERS, Action
+from pipework.schedule.action import Action
 from pipework.schedule.argument_checks import check_order, check_placement, checked_skips, checked_tuple
+from pipework.schedule.kinds import KINDS, Kinds
 
 Orders = tuple[tuple[Action, ...], ...]
 """The actions of each worker, as in :attr:`Schedule.orders`."""
@@ -28,6 +29,7 @@ class Schedule:
         inference: whether the schedule has forwards only.
         skips: the skip connections that pass over a stage, as (from, to) pairs of stages; see
             :func:`pipework.schedule.with_skips`.
+        table: the kinds of actions that there are.
 
     Raises:
         TypeError: a name, worker, stage or micro-batch has a wrong type.
@@ -45,6 +47,7 @@ class Schedule:
     orders: Orders
     inference: bool = False
     skips: tuple[tuple[int, int], ...] = ()
+    table: Kinds = KINDS
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -64,7 +67,7 @@ class Schedule:
                     f"the stages 0 to {self.stages - 1}; with_skips() leaves the others out"
                 )
         for worker, order in enumerate(orders):
-            check_order(worker, order, self.stages, inference=self.inference)
+            check_order(worker, order, self.stages, self.table, inference=self.inference)
         if all(action[2] < 0 for order in self.orders for action in order):
             raise ValueError("the schedule has no action at all: give every worker its actions in `orders`")
 
@@ -95,12 +98,13 @@ class Schedule:
     @cached_property
     def communicates(self) -> bool:
         """Whether the orders contain transfers, as :func:`with_communication` adds them."""
-        return not self.kinds.isdisjoint(TRANSFERS)
+        return not self.kinds.isdisjoint(self.table.letters(scope="transfer"))
 
     @cached_property
     def split_stages(self) -> frozenset[int]:
         """The stages with a split backward."""
-        return frozenset(action[1] for action in chain.from_iterable(self.orders) if action[0] == "I")
+        halves = set(self.table.letters(gives="B", always=False))
+        return frozenset(action[1] for action in chain.from_iterable(self.orders) if action[0] in halves)
 
     @property
     def title(self) -> str:
@@ -201,11 +205,12 @@ def split_at_loss(schedule: Schedule) -> tuple[Orders, Orders]:
         >>> [str(action) for order in drain for action in order]
         ['0B0', '1B0']
     """
+    forward = schedule.table.letters(phase="forward")
     fill = []
     drain = []
     for worker, order in enumerate(schedule.orders):
-        cut = next((position for position, action in enumerate(order) if action.kind != "F"), len(order))
-        late = next((action for action in order[cut:] if action.kind == "F"), None)
+        cut = next((position for position, action in enumerate(order) if action.kind not in forward), len(order))
+        late = next((action for action in order[cut:] if action.kind in forward), None)
         if late is not None:
             raise ValueError(
                 f"schedule {schedule.name!r} runs the forward {late} on worker {worker} after {order[cut]}, so it "

@@ -9,6 +9,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from pipework.schedule.action import Action
+from pipework.schedule.kinds import KINDS, Kinds
 
 
 class Interval(NamedTuple):
@@ -51,6 +52,7 @@ class Timeline:
         communication: the intervals of communication, if known: one for each ``SEND`` on the sending worker, for each
             ``RECV`` on the receiving worker, and for each ``REDUCE_GRAD`` and ``UNSHARD``. They overlap with the
             computation and with each other.
+        table: the kinds of actions that there are.
 
     Raises:
         ValueError: there is no worker, the worker of an interval does not exist, or an interval ends before it starts.
@@ -67,6 +69,7 @@ class Timeline:
     memory_unit: str = ""
     title: str = ""
     communication: tuple[Interval, ...] = field(default=(), repr=False)
+    table: Kinds = field(default=KINDS, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "intervals", tuple(self.intervals))

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipework.schedule import Action, Costs, Interval, Schedule, Simulation, Timeline, simulate, svg
-from pipework.schedule.edges import product
+from pipework.schedule import Costs, Interval, Schedule, Simulation, Timeline, simulate, svg
+from pipework.schedule.action import neighbour
 from pipework.timeline.trace import trace_json
 
 
@@ -22,6 +22,16 @@ class _Step:
     schedule: Schedule
     loss_outside: bool
     intervals: list[Interval] = field(default_factory=list)
+
+    @property
+    def forwards_only(self) -> bool:
+        """Whether nothing of a backward was recorded."""
+        return not any(self.schedule.table[each.action.kind].phase == "backward" for each in self.intervals)
+
+    def timeline(self, title: str = "") -> Timeline:
+        table = self.schedule.table
+        line = Timeline(tuple(self.intervals), self.schedule.workers, "s", "bytes", title, table=table)
+        return line.normalised()
 
 
 class Recording:
@@ -119,7 +129,7 @@ class Recording:
             title += f", step {number}"
         elif len(self._steps) > 1:
             title += f", mini-batch {self.steps.index(number) + 1} of {len(self._steps)}"
-        return _timeline(record.intervals, record.schedule.workers, title)
+        return record.timeline(title)
 
     def bubble(self, step: int | None = None) -> float:
         """The measured idle share of workers x makespan, from 0 to 1.
@@ -153,8 +163,7 @@ class Recording:
         for other in records:
             if other.schedule.placement != record.schedule.placement:
                 raise ValueError(f"the recorded steps have different stages: choose one, such as costs(step={number})")
-        lines = [_timeline(each.intervals, each.schedule.workers, "") for each in records]
-        return measured_costs(lines, record.schedule.stages)
+        return measured_costs([each.timeline() for each in records], record.schedule.stages)
 
     def predicted(self, step: int = -1) -> Simulation:
         """Simulate the schedule of a step with the measured :meth:`costs`.
@@ -163,7 +172,7 @@ class Recording:
             ValueError: the step was not recorded, or it ran forwards only.
         """
         number, record = self._find(step)
-        if record.intervals and all(interval.action.kind == "F" for interval in record.intervals):
+        if record.intervals and record.forwards_only:
             raise ValueError(
                 f"only forwards were recorded in step {number}, but the schedule has backwards: record a training "
                 "step, with its backward inside `with pipe.record() as timeline:`"
@@ -195,7 +204,7 @@ class Recording:
     def _pictured(self) -> list[Timeline]:
         _, record = self._find(-1)
         measured = self.timeline()
-        if all(interval.action.kind == "F" for interval in measured.intervals):
+        if record.forwards_only:
             return [measured]  # Evaluation has no backwards, so the schedule predicts nothing.
         # The prediction uses measured costs, so it has their units.
         units: dict[str, Any] = {"unit": measured.unit, "memory_unit": measured.memory_unit}
@@ -203,8 +212,8 @@ class Recording:
 
     def _all(self) -> Timeline:
         intervals = [interval for record in self._steps.values() for interval in record.intervals]
-        workers = max(record.schedule.workers for record in self._steps.values())
-        return _timeline(intervals, workers, "pipework")
+        widest = max((record.schedule for record in self._steps.values()), key=lambda schedule: schedule.workers)
+        return _Step(widest, False, intervals).timeline("pipework")
 
     def _find(self, step: int) -> tuple[int, _Step]:
         if not self._steps:
@@ -229,10 +238,6 @@ def checked_step(step: int) -> int:
     if type(step) is not int or step < 0:
         raise ValueError(f"step is {step!r}: wanted an integer of at least 0")
     return step
-
-
-def _timeline(intervals: Sequence[Interval], workers: int, title: str) -> Timeline:
-    return Timeline(tuple(intervals), workers, unit="s", memory_unit="bytes", title=title).normalised()
 
 
 _Samples = dict[tuple[str, int], list[float]]
@@ -262,59 +267,60 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
         >>> print(costs.recompute)
         None
     """
-    times: _Samples = defaultdict(list)
-    memory: _Samples = defaultdict(list)
+    samples: _Samples = defaultdict(list)
     for line in lines:
-        checkpointed = {each.action[1:3] for each in line.intervals if each.action.kind == "R"}
-        for interval in line.intervals:
-            kind, stage, micro_batch, _ = interval.action
-            times[kind, stage].append(interval.end - interval.start)
-            if kind == "F":
-                memory["message", stage].append(interval.sent)
-            if kind in ("F", "R"):
-                small = kind == "F" and (stage, micro_batch) in checkpointed
-                memory["checkpoint" if small else "activation", stage].append(interval.held)
-            if kind == "I":
-                memory["waiting", stage].append(interval.held)
+        rows = [(line.table[each.action.kind], each) for each in line.intervals]
+        left = {each.action[1:3]: row.leaves for row, each in rows if row.leaves}
+        for row, interval in rows:
+            _, stage, micro_batch, _ = interval.action
+            samples[row.cost, stage].append(interval.end - interval.start)
+            if row.gives == "F":
+                samples["message", stage].append(interval.sent)
+                samples[left.get((stage, micro_batch), "activation"), stage].append(interval.held)
+            elif row.holds:
+                samples[row.holds, stage].append(interval.held)
         for boundary, delay in _delays(line, stages):
-            times["transfer", boundary].append(delay)
-    forward = _typical(times, "F", stages)
-    half = tuple(both / 2 for both in _typical(times, "B", stages))
-    inputs, weights = _typical(times, "I", stages, half), _typical(times, "W", stages, half)
-    halves = tuple(map(sum, zip(inputs, weights, strict=True)))
-    activation = _typical(memory, "activation", stages)
-    recorded = {kind for kind, _ in times}
-    split = bool(recorded & {"I", "W"})
-    return Costs(
-        forward=forward,
+            samples["transfer", boundary].append(delay)
+    recorded = {name for name, _ in samples}
+    found = {name: _typical(samples, name, stages) for name in recorded - {"", "message", "transfer"}}
+    for name in ("transfer", "message"):
+        found[name] = _typical(samples, name, stages - 1)
+    for name in ("forward", "activation", "checkpoint_activation"):
+        found[name] = _typical(samples, name, stages)
+    forward = found["forward"]
+    if "recompute" in recorded:
+        found["recompute"] = _typical(samples, "recompute", stages, forward)
+    if "waiting" in recorded:
+        found["waiting"] = _typical(samples, "waiting", stages, found["activation"])
+    halves = ("input_gradient", "weight_gradient")
+    half = tuple(both / 2 for both in _typical(samples, "backward", stages))
+    split = not recorded.isdisjoint(halves)
+    if split:
+        found |= {name: _typical(samples, name, stages, half) for name in halves}
+    if "backward" in recorded or not split:
         # Without any recorded backward the cost is 0, and not the default of Costs.
-        backward=_typical(times, "B", stages, halves) if "B" in recorded or not split else None,
-        recompute=_typical(times, "R", stages, forward) if "R" in recorded else None,
-        input_gradient=inputs if split else None,
-        weight_gradient=weights if split else None,
-        transfer=_typical(times, "transfer", stages - 1),
-        activation=activation,
-        checkpoint_activation=_typical(memory, "checkpoint", stages),
-        waiting=_typical(memory, "waiting", stages, activation) if "I" in recorded else None,
-        message=_typical(memory, "message", stages - 1),
-    )
+        both = tuple(map(sum, zip(*(found.get(name, half) for name in halves), strict=True)))
+        found["backward"] = _typical(samples, "backward", stages, both)
+    return Costs(**found)
 
 
-def _typical(samples: _Samples, kind: str, stages: int, otherwise: Sequence[float] = ()) -> tuple[float, ...]:
+def _typical(samples: _Samples, name: str, stages: int, otherwise: Sequence[float] = ()) -> tuple[float, ...]:
     """The medians; for stages without a sample, the values of `otherwise`, or 0."""
     missing = otherwise or (0.0,) * stages
-    return tuple(median(samples.get((kind, stage), [missing[stage]])) for stage in range(stages))
+    return tuple(median(samples.get((name, stage), [missing[stage]])) for stage in range(stages))
 
 
 def _delays(line: Timeline, stages: int) -> Iterator[tuple[int, float]]:
     """Boundaries with the time of a transfer, for each transfer that an idle worker waited for."""
-    made: dict[Action, Interval] = {product(each.action): each for each in line.intervals}
+    table = line.table
+    made = {(table[kind].gives, *place): each for each in line.intervals for kind, *place, _ in [each.action]}
     for row in line.by_worker:
         free = line.start
         for interval in row:
             kind, stage, micro_batch, _ = interval.action
-            before = {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(kind, -1)
-            source = made.get(product(Action(kind, before, micro_batch))) if 0 <= before < stages else None
+            product = table[kind].arrives
+            before = neighbour(f"RECV_{product}", stage)
+            source = made.get((product, before, micro_batch)) if product else None
             if source is not None and source.worker != interval.worker and source.end >= free:
                 yield min(before, stage), max(0.0, interval.start - source.end)
             free = interval.end

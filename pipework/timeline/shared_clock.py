@@ -19,7 +19,7 @@ def intervals_as_text(intervals: Sequence[Interval]) -> str:
     Processes on one host share a clock. Clocks of several hosts are compared by the time of day, which NTP keeps
     accurate to about a millisecond.
     """
-    rows = [(i.worker, str(i.action), i.start, i.end, i.memory, i.held, i.sent) for i in intervals]
+    rows = [(i.worker, i.action, i.start, i.end, i.memory, i.held, i.sent) for i in intervals]
     return json.dumps({"host": socket.gethostname(), "origin": time.time() - time.perf_counter(), "rows": rows})
 
 
@@ -35,6 +35,6 @@ def intervals_from_text(text: str) -> list[Interval]:
     other_host = record["host"] != socket.gethostname()
     shift = record["origin"] - (time.time() - time.perf_counter()) if other_host else 0.0
     return [
-        Interval(worker, Action.parse(action), start + shift, end + shift, memory, held=held, sent=sent)
+        Interval(worker, Action(*action), start + shift, end + shift, memory, held=held, sent=sent)
         for worker, action, start, end, memory, held, sent in record["rows"]
     ]

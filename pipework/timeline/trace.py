@@ -8,26 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from pipework.schedule import Interval, Timeline
 from pipework.schedule.action import NONE
 
-CHANNELS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "SEND_F": "send", "SEND_B": "send", "RECV_F": "receive", "RECV_B": "receive",
-        "REDUCE_GRAD": "reduce", "UNSHARD": "gather",
-    }
-)  # fmt: skip
-
 Event = dict[str, Any]
-
-_KINDS: Final[Mapping[str, str]] = MappingProxyType(
-    {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recompute", **CHANNELS}
-)
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
@@ -47,7 +35,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     """
     scale = 1e6 if timeline.unit == "s" else 1e3
     rows = tracks(timeline)
-    events = [*_names(rows), *_slices(rows, scale), *_flows(timeline, rows, scale)]
+    events = [*_names(rows), *_slices(timeline, rows, scale), *_flows(timeline, rows, scale)]
     if timeline.knows_memory:
         events.extend(_memory(timeline, scale))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -74,14 +62,15 @@ def _names(rows: Sequence[Track]) -> Iterator[Event]:
             yield _event("M", "thread_sort_index", worker, number, args={"sort_index": number})
 
 
-def _slices(rows: Sequence[Track], scale: float) -> Iterator[Event]:
+def _slices(timeline: Timeline, rows: Sequence[Track], scale: float) -> Iterator[Event]:
     for row in rows:
         for interval in row.intervals:
             kind, stage, micro_batch, peer = interval.action
             about = {"stage": stage, "micro-batch": micro_batch, "peer": peer}
             times = {"ts": interval.start * scale, "dur": (interval.end - interval.start) * scale}
             known = {name: value for name, value in about.items() if value != NONE} | {"step": interval.step}
-            yield _event("X", str(interval.action), row.worker, row.number, cat=_KINDS[kind], **times, args=known)
+            name = timeline.table[kind].name
+            yield _event("X", str(interval.action), row.worker, row.number, cat=name, **times, args=known)
 
 
 def _flows(timeline: Timeline, rows: Sequence[Track], scale: float) -> Iterator[Event]:
@@ -127,12 +116,13 @@ def tracks(timeline: Timeline) -> list[Track]:
         >>> [track.name for track in tracks(Timeline((), workers=1, communication=tuple(sends)))]
         ['compute', 'send', 'send 2']
     """
+    names = {kind: row.name for kind, row in timeline.table.items()}
     found: list[Track] = []
     for worker, row in enumerate(timeline.by_worker):
         named: list[tuple[str, Sequence[Interval]]] = [("compute", row)]
         own = [each for each in timeline.communication if each.worker == worker]
-        for name in dict.fromkeys(CHANNELS.values()):
-            lanes = _lanes(each for each in own if CHANNELS[each.action.kind] == name)
+        for name in dict.fromkeys(names.values()):
+            lanes = _lanes(each for each in own if names[each.action.kind] == name)
             named += [(name if count == 1 else f"{name} {count}", lane) for count, lane in enumerate(lanes, 1)]
         found += [Track(worker, number, name, tuple(lane)) for number, (name, lane) in enumerate(named)]
     return found
@@ -187,8 +177,8 @@ def flows(timeline: Timeline, tracks: Sequence[Track]) -> Iterator[tuple[str, li
         for interval in track.intervals:
             kind, stage, micro_batch, peer = interval.action
             way, _, direction = kind.partition("_")
-            if kind in ("F", "B", "I"):
-                made[interval.step, "F" if kind == "F" else "B", stage, micro_batch] = interval, track.number
+            if (product := timeline.table[kind].gives) in ("F", "B"):
+                made[interval.step, product, stage, micro_batch] = interval, track.number
             elif way in channels:
                 ends = (stage, peer) if way == "SEND" else (peer, stage)
                 channels[way][(interval.step, direction, *ends, micro_batch)] = interval, track.number

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import KINDS, OF_STAGES, TRANSFERS, Action
+from pipework.schedule import KINDS, Action
 
 numbers = st.integers(0, 10**6)
 
 
 @given(
-    st.tuples(st.sampled_from(KINDS), numbers, numbers)
-    | st.tuples(st.sampled_from(TRANSFERS), numbers, numbers, numbers)
-    | st.tuples(st.sampled_from(OF_STAGES), numbers)
+    st.tuples(st.sampled_from(KINDS.letters(scope="micro-batch")), numbers, numbers)
+    | st.tuples(st.sampled_from(KINDS.letters(scope="transfer")), numbers, numbers, numbers)
+    | st.tuples(st.sampled_from(KINDS.letters(scope="stage")), numbers)
 )
 def test_text_form_round_trip(fields):
     action = Action(*fields)

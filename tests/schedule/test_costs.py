@@ -2,16 +2,17 @@ import math
 
 import pytest
 
-from pipework.schedule import Costs, fill_drain, simulate
+from pipework.schedule import KINDS, Costs, fill_drain, simulate
 from pipework.schedule.placement import loop_placement, wave_placement
 
 
 def test_defaults_are_unit_costs():
     costs = Costs().spread(stages=2)
     computing = {"F": (1, 1), "B": (2, 2), "R": (1, 1), "I": (1, 1), "W": (1, 1)}
-    assert costs.duration == {**computing, "REDUCE_GRAD": (0, 0), "UNSHARD": (0, 0)}
-    assert (costs.transfer, costs.activation, costs.checkpoint_activation) == ((0,), (1, 1), (0, 0))
-    assert costs.weights == (0, 0)
+    expected = {**computing, "REDUCE_GRAD": (0, 0), "UNSHARD": (0, 0)}
+    assert {kind: costs[KINDS[kind].cost] for kind in expected} == expected
+    names = ("transfer", "activation", "checkpoint_activation", "waiting", "weights")
+    assert [costs[name] for name in names] == [(0,), (1, 1), (0, 0), (1, 1), (0, 0)]
 
 
 @pytest.mark.parametrize(
@@ -25,8 +26,8 @@ def test_defaults_are_unit_costs():
     ],
 )
 def test_times_that_are_not_given_follow_from_others(costs, kinds):
-    duration = costs.spread(1).duration
-    assert {kind: duration[kind] for kind in kinds} == {kind: (time,) for kind, time in kinds.items()}
+    spread = costs.spread(1)
+    assert {kind: spread[KINDS[kind].cost] for kind in kinds} == {kind: (time,) for kind, time in kinds.items()}
 
 
 @pytest.mark.parametrize(
@@ -64,14 +65,13 @@ def test_other_types_are_named(value):
 def test_a_whole_share_divided_among_stages():
     share = Costs(1, 3, recompute=2, reduce_gradient=4, transfer=5, skip_transfer=6, activation=7, message=8).divided(2)
     assert share == Costs(0.5, 1.5, 1, reduce_gradient=2, transfer=5, skip_transfer=6, activation=3.5, message=8)
-    assert Costs().divided(4).spread(1).duration == {
-        kind: (time / 4,) for kind, (time,) in Costs().spread(1).duration.items()
-    }
-    assert Costs(input_gradient=3).divided(2).spread(1).duration["B"] == (2,)
-    assert Costs([1, 2], weight_gradient=[1, 2]).divided(2).spread(2).duration["W"] == (1, 2)
+    parts, whole = Costs().divided(4).spread(1), Costs().spread(1)
+    assert all(parts[row.cost] == (whole[row.cost][0] / 4,) for row in KINDS.values() if row.scope == "micro-batch")
+    assert Costs(input_gradient=3).divided(2).spread(1)["backward"] == (2,)
+    assert Costs([1, 2], weight_gradient=[1, 2]).divided(2).spread(2)["weight_gradient"] == (1, 2)
     assert Costs([1, 2]).divided(2).forward == (1, 2)
     uneven = Costs(4, transfer=5).divided([2, 1, 2]).spread(3)
-    assert (uneven.duration["F"], uneven.duration["W"], uneven.transfer) == ((2, 4, 2), (0.5, 1, 0.5), (5, 5))
+    assert (uneven["forward"], uneven["weight_gradient"], uneven["transfer"]) == ((2, 4, 2), (0.5, 1, 0.5), (5, 5))
     with pytest.raises(ValueError, match=r"parts\[1\] is 0: wanted an integer of at least 1"):
         Costs().divided([1, 0])
 
@@ -88,10 +88,10 @@ def test_numbers_for_each_worker_are_spread_over_its_stages(placement, sizes):
     placed = Costs(forward, transfer=transfer, activation=6).placed(homes)
     spread = placed.spread(len(homes))
     for worker in range(workers):
-        mine = [time for time, home in zip(spread.duration["F"], homes, strict=True) if home == worker]
+        mine = [time for time, home in zip(spread["forward"], homes, strict=True) if home == worker]
         assert mine == [forward[worker] / several] * several
-    assert spread.activation == (6 / several,) * len(homes)
-    for boundary, time in enumerate(spread.transfer):
+    assert spread["activation"] == (6 / several,) * len(homes)
+    for boundary, time in enumerate(spread["transfer"]):
         ends = sorted(homes[boundary : boundary + 2])
         far = ends[1] - ends[0]
         assert time == (0 if not far else transfer[ends[0]] if far == 1 else max(transfer))
@@ -108,7 +108,7 @@ def test_numbers_for_each_stage_stay():
 def test_a_sequence_has_a_number():
     with pytest.raises(ValueError, match=r"Costs: forward has 0 numbers: wanted 1, one for each stage"):
         Costs(forward=[]).spread(1)
-    assert Costs(forward=[1], transfer=[], message=[], skip_transfer=[]).spread(1).transfer == ()
+    assert Costs(forward=[1], transfer=[], message=[], skip_transfer=[]).spread(1)["transfer"] == ()
 
 
 def test_saved_costs_are_loaded_as_they_were(tmp_path):

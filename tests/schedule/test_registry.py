@@ -90,7 +90,7 @@ def test_a_generator_that_makes_no_schedule():
 def test_costs_of_whole_shares():
     costs = Costs([1, 2], transfer=[0.5])
     schedule, share = build_for_shares("zb-v", workers=2, chunks=4, costs=costs)
-    assert share.spread(4).duration["F"] == (0.5, 1, 1, 0.5)
+    assert share.spread(4)["forward"] == (0.5, 1, 1, 0.5)
     assert share.transfer == (0.5, 0, 0.5)
     assert schedule == build("zb-v", workers=2, chunks=4, costs=share)
     with pytest.raises(ValueError, match="forward has 3 numbers: wanted 2"):

@@ -128,27 +128,27 @@ def problem_of(
         recomputed: for each stage, the micro-batches that it recomputes.
         split: see there.
     """
-    duration = costs.duration
+    forward, backward = costs["forward"], costs["backward"]
     hops = (
         0.0 if one == other else time
-        for one, other, time in zip(placement[:-1], placement[1:], costs.transfer, strict=True)
+        for one, other, time in zip(placement[:-1], placement[1:], costs["transfer"], strict=True)
     )
     return Problem(
         placement=tuple(placement),
         micro_batches=micro_batches,
         split=split,
         again=tuple(bytes(i in chosen for i in range(micro_batches)) for chosen in map(frozenset, recomputed)),
-        times=(duration["F"], duration["I"], duration["W"]) if split else (duration["F"], duration["B"]),
-        leads=duration["R"],
+        times=(forward, costs["input_gradient"], costs["weight_gradient"]) if split else (forward, backward),
+        leads=costs["recompute"],
         hops=tuple(hops),
-        active=costs.activation,
+        active=costs["activation"],
         small=tuple(
             checkpoint if chosen else active
             for checkpoint, active, chosen in zip(
-                costs.checkpoint_activation, costs.activation, recomputed, strict=True
+                costs["checkpoint_activation"], costs["activation"], recomputed, strict=True
             )
         ),
-        waiting=costs.waiting if split else costs.activation,
+        waiting=costs["waiting"] if split else costs["activation"],
         limits=tuple(limit * SLACK for limit in limits),
     )
 

@@ -244,11 +244,11 @@ class _Task:
         # A stage need not recompute what it waits for; then it does nothing else meanwhile, until the gradient is back.
         spread, stages = self.spread, len(self.placement)
         back = [0.0] * stages
-        step = [min(spread.duration["I"][s], spread.duration["B"][s]) for s in range(stages)]
+        step = [min(spread["input_gradient"][s], spread["backward"][s]) for s in range(stages)]
         for s in range(stages - 2, -1, -1):
-            hop = 0.0 if self.placement[s] == self.placement[s + 1] else 2 * spread.transfer[s]
-            back[s] = back[s + 1] + hop + spread.duration["F"][s + 1] + step[s + 1]
-        again = [min(time, wait) for time, wait in zip(spread.duration["R"], back, strict=True)]
+            hop = 0.0 if self.placement[s] == self.placement[s + 1] else 2 * spread["transfer"][s]
+            back[s] = back[s + 1] + hop + spread["forward"][s + 1] + step[s + 1]
+        again = [min(time, wait) for time, wait in zip(spread["recompute"], back, strict=True)]
         bounds = lower_bounds(
             self.placement,
             self.micro_batches,
@@ -272,14 +272,14 @@ class _Task:
 
     def problems(self) -> list[Problem]:
         """The problem; and where a whole backward is better than its halves, that with whole ones."""
-        duration = self.spread.duration
+        spread = self.spread
         whole_is_shorter = any(
             both < (one + other) * (1 - 1e-9)
-            for both, one, other in zip(duration["B"], duration["I"], duration["W"], strict=True)
+            for both, one, other in zip(
+                spread["backward"], spread["input_gradient"], spread["weight_gradient"], strict=True
+            )
         )
-        waits_larger = any(
-            late > early for late, early in zip(self.spread.waiting, self.spread.activation, strict=True)
-        )
+        waits_larger = any(late > early for late, early in zip(spread["waiting"], spread["activation"], strict=True))
         kinds = [True] if self.split else []
         if not self.split or whole_is_shorter or waits_larger:
             kinds.append(False)

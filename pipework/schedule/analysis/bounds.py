@@ -126,23 +126,24 @@ class _Pipe:
         self, placement: Sequence[int], micro_batches: int, costs: StageCosts, repeats: Sequence[int], *, split: bool
     ) -> None:
         self.micro_batches, self.repeats, self.split = micro_batches, repeats, split
-        self.forward, self.repeat = costs.duration["F"], costs.duration["R"]
-        backward, inputs, self.weights = (costs.duration[kind] for kind in "BIW")
+        self.forward, self.repeat = costs["forward"], costs["recompute"]
+        backward, inputs, self.weights = (costs[name] for name in ("backward", "input_gradient", "weight_gradient"))
         # The shortest times to the gradient, and to the end of a backward, whether it is split or not.
         self.step, self.backward = backward, backward
         if split:
             self.step = tuple(map(min, backward, inputs))
             self.backward = tuple(min(b, i + w) for b, i, w in zip(backward, inputs, self.weights, strict=True))
-        self.activation, self.checkpoint, self.waiting = costs.activation, costs.checkpoint_activation, costs.waiting
+        self.activation, self.checkpoint = costs["activation"], costs["checkpoint_activation"]
+        self.waiting = costs["waiting"]
         # The least memory of a micro-batch once its backward has begun.
-        self.late = tuple(map(min, costs.activation, costs.waiting)) if split else costs.activation
+        self.late = tuple(map(min, costs["activation"], costs["waiting"])) if split else costs["activation"]
         self.inputs = inputs if split else backward
         # The least memory of a recomputed micro-batch.
-        self.small = tuple(map(min, costs.activation, costs.checkpoint_activation))
-        self.large = tuple(map(max, costs.activation, costs.checkpoint_activation))
+        self.small = tuple(map(min, costs["activation"], costs["checkpoint_activation"]))
+        self.large = tuple(map(max, costs["activation"], costs["checkpoint_activation"]))
         hops = [
             0.0 if one == other else time
-            for one, other, time in zip(placement[:-1], placement[1:], costs.transfer, strict=True)
+            for one, other, time in zip(placement[:-1], placement[1:], costs["transfer"], strict=True)
         ]
         stages = len(placement)
         self.start = [0.0] * stages
@@ -276,9 +277,9 @@ def _check_room(
     """Refuse a limit that is too small for one micro-batch on the stages of a worker."""
     held = needed = 0.0
     for stage in stages:
-        needed = max(needed, held + costs.activation[stage])
+        needed = max(needed, held + costs["activation"][stage])
         if not inference:  # the activations of its earlier forwards are still held
-            least = min(costs.activation[stage], costs.checkpoint_activation[stage] if repeats[stage] else inf)
+            least = min(costs["activation"][stage], costs["checkpoint_activation"][stage] if repeats[stage] else inf)
             held += least
     if needed > limit * SLACK:
         raise ValueError(

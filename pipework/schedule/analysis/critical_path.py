@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipework.schedule.action import KINDS, Action
+from pipework.schedule.action import Action
 from pipework.schedule.analysis.events import Run
-from pipework.schedule.edges import counterpart
+from pipework.schedule.edges import counterpart, maker
 from pipework.schedule.schedule import Schedule
 
 
@@ -39,11 +39,12 @@ def critical_path(schedule: Schedule, ended: Run) -> tuple[tuple[int, int], ...]
 
 def _last(schedule: Schedule, ended: Run) -> tuple[int, int]:
     """The place of the action that ends last."""
+    after_others = schedule.table.letters(scope="stage", beside=False)
     ends = (
         (end, position, -worker)
         for worker, (order, times) in enumerate(zip(schedule.orders, ended.ends, strict=True))
         for position, (action, end) in enumerate(zip(order, times, strict=True))
-        if action[0] not in ("UNSHARD", "RESHARD")
+        if action[0] not in after_others
     )
     _, position, worker = max(ends)
     return -worker, position
@@ -53,10 +54,9 @@ def _place(schedule: Schedule, made: Action) -> tuple[int, int]:
     """The worker and position of an action, or of what makes a product."""
     worker = schedule.placement[made.stage]
     order = schedule.orders[worker]
-    # The product of a B has the name of an I.
-    return worker, order.index(made if made in order else Action("B", made.stage, made.micro_batch))
+    return worker, order.index(maker(made, order, schedule.table))
 
 
 def _computation_before(schedule: Schedule, worker: int, position: int) -> tuple[int, int] | None:
     order = schedule.orders[worker]
-    return next(((worker, n) for n in range(position - 1, -1, -1) if order[n].kind in KINDS), None)
+    return next(((worker, n) for n in range(position - 1, -1, -1) if order[n].computes), None)

@@ -17,14 +17,15 @@ from itertools import chain
 from math import isnan, nan
 from typing import Final, NamedTuple
 
-from pipework.schedule.action import KINDS, Action
+from pipework.schedule.action import Action
 from pipework.schedule.analysis.channels import Channel, Message, WorkerRoute, channels
 from pipework.schedule.costs import StageCosts
 from pipework.schedule.edges import counterpart, crossings, routes
+from pipework.schedule.kinds import ActionKind
 from pipework.schedule.schedule import Schedule
 
 LOSS: Final = Action("loss", 0)
-"""The product that all actions except forwards need if the loss is computed outside of the pipe."""
+"""The product that actions of the backward phase need if the loss is computed outside of the pipe."""
 
 _NOT_YET: Final = nan  # the time of what has not been made
 
@@ -78,52 +79,60 @@ class Table:
     """Inputs and products of each kind of action on each stage, looked up once instead of for every micro-batch."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts, *, loss_outside: bool) -> None:
-        self.schedule, self._costs = schedule, costs
-        count = schedule.micro_batches
+        self.schedule, self.costs = schedule, costs
+        count, stages = schedule.micro_batches, range(schedule.stages)
+        rows = schedule.table
         self._made = {
-            kind: [Product(Action(kind, stage), count, _NOT_YET) for stage in range(schedule.stages)] for kind in "FI"
+            (name, stage): Product(Action(name, stage), count, _NOT_YET)
+            for name in {row.gives for row in rows.values() if row.gives and not row.before}
+            for stage in stages
         }
-        self._again = self._recomputations()
+        self._optional = [row for row in rows.values() if row.before and row.letter in schedule.kinds]
+        self._add_optional()
         self.loss = Product(LOSS, count, _NOT_YET if loss_outside else 0.0)
         self._after_loss = (Needed(self.loss.ends, 0.0, self.loss),) if loss_outside else ()
         self.routes = routes(schedule)
         self.arrivals: list[Product] = []
         self.transfers: dict[tuple[str, int, int], tuple[WorkerRoute, bool]] = {}
         arriving = self._arriving()
-        # Transfers and reductions have no steps here.
-        self.steps: dict[str, list[Computation] | None] = dict.fromkeys(schedule.kinds)
-        for kind in KINDS:
-            self.steps[kind] = [self._step(kind, stage, arriving) for stage in range(schedule.stages)]
-        self.reduction, self.gathering = costs.duration["REDUCE_GRAD"], costs.duration["UNSHARD"]
+        # Transfers, and actions on whole stages, have no steps here.
+        self.steps: dict[str, list[Computation] | None] = {
+            kind: [self._step(rows[kind], stage, arriving) for stage in stages]
+            if rows[kind].scope == "micro-batch"
+            else None
+            for kind in schedule.kinds
+        }
+
+    def time(self, row: ActionKind, stage: int) -> float:
+        """The time of an action."""
+        return self.costs[row.cost][stage] if row.cost else 0.0
 
     def products(self) -> list[Product]:
         """All products."""
-        return [*self._made["F"], *self._made["I"], *self._again.values(), *self.arrivals, self.loss]
+        return [*self._made.values(), *self.arrivals, self.loss]
 
-    def _recomputations(self) -> dict[int, Product]:
-        """The recomputations by stage. A micro-batch without a recomputation counts as recomputed."""
-        found: dict[int, Product] = {}
-        if "R" not in self.schedule.kinds:
-            return found
-        for order in self.schedule.orders:
+    def _add_optional(self) -> None:
+        """Adds the products of kinds that not all micro-batches have, as if the others had them at once."""
+        given = {row.letter: row.gives for row in self._optional}
+        for order in self.schedule.orders if given else ():
             for kind, stage, micro_batch, _ in order:
-                if kind == "R":
-                    if stage not in found:
-                        found[stage] = Product(Action("R", stage), self.schedule.micro_batches, 0.0)
-                    found[stage].ends[micro_batch] = _NOT_YET
-        return found
+                if kind in given:
+                    name = given[kind]
+                    if (name, stage) not in self._made:
+                        self._made[name, stage] = Product(Action(name, stage), self.schedule.micro_batches, 0.0)
+                    self._made[name, stage].ends[micro_batch] = _NOT_YET
 
     def _arriving(self) -> dict[tuple[str, int], list[Needed]]:
         """The products that each stage needs from others, forward and backward; records the routes of transfers."""
-        schedule, costs = self.schedule, self._costs
+        schedule, costs = self.schedule, self.costs
         crossing = set(crossings(schedule))
         found: dict[tuple[str, int], list[Needed]] = {}
         for number, route in enumerate(self.routes):
             kind, source, target, skip = route
             delay = 0.0
             if route in crossing:
-                delay = costs.skip[skip] if skip >= 0 else costs.transfer[min(source, target)]
-            product = self._made["F" if kind == "F" else "I"][source]
+                delay = costs["skip_transfer"][skip] if skip >= 0 else costs["transfer"][min(source, target)]
+            product = self._made[kind, source]
             if route in crossing and schedule.communicates:
                 product = Product(Action(f"RECV_{kind}", target, peer=source), schedule.micro_batches, _NOT_YET)
                 between = WorkerRoute(number, schedule.placement[source], schedule.placement[target], delay)
@@ -134,19 +143,13 @@ class Table:
             found.setdefault((kind, target), []).append(Needed(product.ends, delay, product))
         return found
 
-    def _step(self, kind: str, stage: int, arriving: dict[tuple[str, int], list[Needed]]) -> Computation:
-        forward, inputs, again = self._made["F"][stage], self._made["I"][stage], self._again.get(stage)
-        duration = self._costs.duration[kind][stage]
-        own = (Needed(forward.ends, 0.0, forward),)
-        if kind == "F":
-            return Computation(duration, tuple(arriving.get(("F", stage), ())), forward)
-        if kind == "R":
-            return Computation(duration, (*own, *self._after_loss), again)
-        if kind == "W":
-            return Computation(duration, (Needed(inputs.ends, 0.0, inputs),), None)
-        repeated = () if again is None else (Needed(again.ends, 0.0, again),)
-        sources = (*own, *repeated, *arriving.get(("B", stage), ()), *self._after_loss)
-        return Computation(duration, sources, inputs)
+    def _step(self, row: ActionKind, stage: int, arriving: dict[tuple[str, int], list[Needed]]) -> Computation:
+        names = [*row.needs, *(other.gives for other in self._optional if row.letter in other.before)]
+        own = [self._made[name, stage] for name in names if (name, stage) in self._made]
+        sources = [Needed(product.ends, 0.0, product) for product in own] + arriving.get((row.arrives, stage), [])
+        if row.phase == "backward":
+            sources += self._after_loss
+        return Computation(self.time(row, stage), tuple(sources), self._made.get((row.gives, stage)))
 
 
 class Deadlock(NamedTuple):
@@ -182,7 +185,7 @@ class Run:
 
         Returns:
             None if that is the computation before the action in the order of its worker. Otherwise the name of a
-            product (``1I0`` also for the product of ``1B0``), a ``RECV``, or a reduction. A transfer waits for one of
+            product (``1B0`` also for the product of ``1I0``), a ``RECV``, or a reduction. A transfer waits for one of
             its two sides, the ``SEND`` or the ``RECV``, which is posted after the computation before it; or for the
             ``SEND`` of the transfer before it.
         """
@@ -193,7 +196,7 @@ class Run:
         if step is None:
             return self._reduced.get(action)
         order = self._table.schedule.orders[worker]
-        before = next((n for n in range(position - 1, -1, -1) if order[n].kind in KINDS), None)
+        before = next((n for n in range(position - 1, -1, -1) if order[n].computes), None)
         start = 0.0 if before is None else self.ends[worker][before]
         cause = None
         for ends, delay, product in step[stage].sources:
@@ -254,8 +257,13 @@ class _Execution:
         self._posted: dict[Message, list[tuple[int, int]]] = {}
         self._carried: dict[Message, tuple[float, float, bool | Message]] = {}
         self._awake = list(range(schedule.workers))[::-1]
-        self._loss_outside = isnan(table.loss.ends[0])
-        self._forwards = schedule.stages * schedule.micro_batches
+        self._before_loss = (
+            schedule.table.letters(scope="micro-batch", phase="forward") if isnan(table.loss.ends[0]) else ()
+        )
+        self._forwards = 0
+        if isnan(table.loss.ends[0]):
+            self._before_loss = schedule.table.letters(scope="micro-batch", phase="forward")
+            self._forwards = sum(action[0] in self._before_loss for order in schedule.orders for action in order)
         self._last_forward = (0.0, LOSS)
 
     def finish(self) -> Run:
@@ -278,7 +286,7 @@ class _Execution:
         steps, awake = self._table.steps, self._awake
         clocks, done, unfinished = self._clocks, self._done, self._unfinished
         waited_for: list[tuple[Action, ...]] = [()] * len(clocks)
-        loss_outside = self._loss_outside
+        before_loss = self._before_loss
         while awake:
             worker = awake.pop()
             starts, ends = self._starts[worker], self._ends[worker]
@@ -288,9 +296,7 @@ class _Execution:
                 of_kind = steps[kind]
                 if of_kind is None:
                     starts[position] = ends[position] = clock
-                    self._communicate(action, worker, position, clock)
-                    if kind == "UNSHARD":
-                        ends[position] = clock = clock + self._table.gathering[stage]
+                    clock = self._communicate(action, worker, position, clock)
                     position += 1
                     continue
                 duration, sources, makes = of_kind[stage]
@@ -313,7 +319,7 @@ class _Execution:
                         makes.ends[micro_batch] = clock
                         if makes.waiting and micro_batch in makes.waiting:
                             awake += makes.waiting.pop(micro_batch)
-                    if loss_outside and kind == "F":
+                    if kind in before_loss:
                         self._count_forward(action, clock)
                     continue
                 break
@@ -332,7 +338,8 @@ class _Execution:
             for micro_batch in range(len(loss.ends)):
                 self._wake(loss, micro_batch)
 
-    def _communicate(self, action: Action, worker: int, position: int, clock: float) -> None:
+    def _communicate(self, action: Action, worker: int, position: int, clock: float) -> float:
+        """Posts a transfer, or runs an action on a whole stage; returns when the worker goes on."""
         kind, stage, micro_batch, peer = action
         starts, ends = self._starts[worker], self._ends[worker]
         if peer >= 0:
@@ -342,14 +349,20 @@ class _Execution:
             self._posted.setdefault(message, []).append((worker, position))
             for transfer in self._channels.post(route, micro_batch, clock, sends=sends):
                 self._arrive(*transfer)
-        elif kind == "REDUCE_GRAD":
-            # A worker runs its reductions one after the other, beside the computation.
-            free = self._free[worker]
-            start = max(clock, free)
-            self._reduced[action] = self._last_reduction[worker] if free > clock else None
-            self._free[worker] = end = start + self._table.reduction[stage]
-            self._last_reduction[worker] = action
-            starts[position], ends[position] = start, end
+            return clock
+        row = self._schedule.table[kind]
+        time = self._table.time(row, stage)
+        if not row.beside:
+            ends[position] = clock + time
+            return ends[position]
+        # A worker runs its reductions one after the other, beside the computation.
+        free = self._free[worker]
+        start = max(clock, free)
+        self._reduced[action] = self._last_reduction[worker] if free > clock else None
+        self._free[worker] = end = start + time
+        self._last_reduction[worker] = action
+        starts[position], ends[position] = start, end
+        return clock
 
     def _arrive(self, message: Message, start: float, end: float, cause: bool | Message) -> None:
         number, micro_batch = message

@@ -9,6 +9,7 @@ from typing import Final
 
 from pipework.schedule.action import Action
 from pipework.schedule.costs import StageCosts
+from pipework.schedule.kinds import ActionKind
 from pipework.schedule.schedule import Schedule
 
 SLACK: Final = 1 + 1e-9
@@ -76,53 +77,49 @@ def amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> t
         >>> [list(each) for each in amounts(schedule, schedule.orders[0], Costs().spread(1))]
         [[1.0, 2.0, 2.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
     """
-    # The memory of each micro-batch on each stage; 0 if there is none.
-    of_stage = {stage: [0.0] * schedule.micro_batches for stage in {action[1] for action in order}}
-    checkpointed = {action[1:3] for action in order if action[0] == "R"} if "R" in schedule.kinds else ()
-    inference = schedule.inference
-    activation, small, waiting = costs.activation, costs.checkpoint_activation, costs.waiting
-    total, count = 0.0, 0  # of micro-batches that hold memory
-    whole = 0.0  # of stages whose weights are gathered
+    stages = {action[1] for action in order}
+    # The memory of each micro-batch on each stage, and last of the stage's weights while they are gathered.
+    of_stage = {stage: [0.0] * (schedule.micro_batches + 1) for stage in stages}
+    effects = {
+        kind: {stage: _effect(schedule.table[kind], stage, costs, inference=schedule.inference) for stage in stages}
+        for kind in schedule.kinds
+    }
+    # What forwards leave that are computed again.
+    leaves = {kind: costs[row.leaves] for kind, row in schedule.table.items() if row.leaves and kind in effects}
+    left = {action[1:3]: leaves[action[0]][action[1]] for action in order if action[0] in leaves} if leaves else {}
+    total, count = 0.0, 0  # of micro-batches, and stages, that hold memory
     row, after_each = array("d"), array("d")
     add_most, add_held = row.append, after_each.append
     for kind, stage, micro_batch, _ in order:
         held = of_stage[stage]
-        most = total
-        after = 0.0
-        if kind == "F":
-            after = activation[stage]
-            most = total + after
-            if (stage, micro_batch) in checkpointed:
-                # A checkpointed forward holds its graph until it ends.
-                after = small[stage]
-                most = total + max(after, activation[stage])
-            if inference:  # frees activations after each forward
-                after = 0.0
-            else:
-                total += after
-                count += 1
-                held[micro_batch] = after
-        elif kind == "I":  # the weight half needs fewer activations, but also the gradients of outputs
-            after, before = waiting[stage], held[micro_batch]
-            most += max(0.0, after - before)
-            total += after - before
-            held[micro_batch] = after
-        elif kind in ("W", "B"):
-            count -= 1
-            # Removes the rounding error when nothing is held.
-            total = total - held[micro_batch] if count else 0.0
-            held[micro_batch] = 0.0
-        elif kind == "R":
-            after, before = activation[stage], held[micro_batch]
-            most = total - before + after
-            total += after - before
-            held[micro_batch] = after
-        elif micro_batch >= 0:
-            after = held[micro_batch]
-        elif kind == "UNSHARD":
-            whole += costs.weights[stage]
-        add_most(most + whole)
-        if kind == "RESHARD":
-            whole -= costs.weights[stage]
+        during, after, step = effects[kind][stage]
+        before = held[micro_batch]
+        if step is None:
+            add_most(total)
+            add_held(before)
+            continue
+        if left and step == 1:
+            after = left.get((stage, micro_batch), after)
+            if after > during:
+                during = after
+        add_most(total + (during - before) if during > before else total)
         add_held(after)
+        held[micro_batch] = after
+        count += step
+        # Removes the rounding error when nothing is held.
+        total = total + (after - before) if count else 0.0
     return row, after_each
+
+
+def _effect(kind: ActionKind, stage: int, costs: StageCosts, *, inference: bool) -> tuple[float, float, int | None]:
+    """The memory during an action, and after it; and by how much the number of holders of memory grows.
+
+    Returns:
+        None instead of the number for an action that leaves the memory as it is.
+    """
+    if not kind.holds:
+        return 0.0, 0.0, None if kind.holds is None else -1
+    size = costs[kind.holds][stage]
+    if inference and kind.scope == "micro-batch":  # a forward frees its activations
+        return size, 0.0, 0
+    return size, size, 0 if kind.needs else 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipework.schedule.action import NONE, Action
-from pipework.schedule.edges import crossings
+from pipework.schedule.edges import crossings, maker
 from pipework.schedule.schedule import Schedule
 
 
@@ -48,8 +48,8 @@ def ascending(schedule: Schedule) -> bool:
     """
     # B adds to the gradients of all parameters, W to those of split operators, I to the others. So micro-batches must
     # ascend along each of the chains (B, W) and (B, I) of a stage.
-    of_inputs, of_weights = ([-1] * schedule.stages for _ in range(2))
-    chains = {"B": (of_inputs, of_weights), "I": (of_inputs,), "W": (of_weights,)}
+    halves = {half: [-1] * schedule.stages for row in schedule.table.values() for half in row.adds}
+    chains = {row.letter: [halves[half] for half in row.adds] for row in schedule.table.values() if row.adds}
     for order in schedule.orders:
         for kind, stage, micro_batch, _ in order:
             for latest in chains.get(kind, ()):
@@ -69,7 +69,12 @@ def _misplaced(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _miscounted(schedule: Schedule) -> Iterator[Violation]:
-    every = set(range(schedule.micro_batches))
+    rows, every = schedule.table.values(), set(range(schedule.micro_batches))
+    repeatable = schedule.table.letters(scope="stage", phase="either")
+    wanted = [row for row in rows if row.always and not (schedule.inference and row.phase == "backward")]
+    always = [(row.letter, row.adds if len(row.adds) > 1 else ()) for row in wanted]
+    wholes = {half: kind for kind, halves in always for half in halves}
+    paired = [(row.letter, row.partner, wholes.get(row.letter, "")) for row in rows if row.partner]
     for worker, order in enumerate(schedule.orders):
         missing = f"is missing in the order of worker {worker}"
         # The micro-batches of each kind on each stage, and of each transfer: sets of them, for there may be millions.
@@ -77,28 +82,29 @@ def _miscounted(schedule: Schedule) -> Iterator[Violation]:
         for kind, stage, micro_batch, peer in order:
             found[kind, stage, peer].append(micro_batch)
         for (kind, stage, peer), numbers in found.items():
-            if kind in ("UNSHARD", "RESHARD") or len(set(numbers)) == len(numbers):
+            if kind in repeatable or len(set(numbers)) == len(numbers):
                 continue
             for micro_batch, times in Counter(numbers).items():
                 action = Action(kind, stage, micro_batch, peer)
                 if times > 1:
                     yield Violation(worker, action, f"{action} occurs {times} times, wanted once")
         for stage in schedule.stages_of(worker):
-            forward, full, inputs, weights = (set(found[kind, stage, NONE]) for kind in "FBIW")
-            for micro_batch in sorted(every - forward):
-                action = Action("F", stage, micro_batch)
-                yield Violation(worker, action, f"{action} {missing}")
-            whole_or_split = (full - inputs - weights) | ((inputs & weights) - full)
-            for micro_batch in () if schedule.inference else sorted(every - whole_or_split):
-                b, i, w = (Action(kind, stage, micro_batch) for kind in "BIW")
-                if micro_batch in full:
-                    half = i if micro_batch in inputs else w
-                    yield Violation(worker, b, f"worker {worker} has both {b} and {half}: wanted either B, or I and W")
-                elif micro_batch in inputs ^ weights:
-                    lone, other = (w, i) if micro_batch in inputs else (i, w)
-                    yield Violation(worker, lone, f"{lone} {missing}, which has {other}")
-                else:
-                    yield Violation(worker, b, f"{b} (or {i} and {w}) {missing}")
+            of = defaultdict(set, {key[0]: set(numbers) for key, numbers in found.items() if key[1:] == (stage, NONE)})
+            for kind, halves in always:
+                split = {micro_batch for half in halves for micro_batch in of[half]}
+                for micro_batch in sorted((every - of[kind] - split) | (of[kind] & split)):
+                    action, *parts = (Action(each, stage, micro_batch) for each in (kind, *halves))
+                    if micro_batch in split:
+                        half = next(part for part in parts if micro_batch in of[part.kind])
+                        why = f"wanted either {kind}, or {' and '.join(halves)}"
+                        yield Violation(worker, action, f"worker {worker} has both {action} and {half}: {why}")
+                    else:
+                        instead = f" (or {' and '.join(map(str, parts))})" if parts else ""
+                        yield Violation(worker, action, f"{action}{instead} {missing}")
+            for kind, partner, whole in paired:
+                for micro_batch in sorted(of[kind] - of[partner] - of[whole]):
+                    action, other = Action(partner, stage, micro_batch), Action(kind, stage, micro_batch)
+                    yield Violation(worker, action, f"{action} {missing}, which has {other}")
 
 
 def _transfers(schedule: Schedule) -> Iterator[Violation]:
@@ -112,8 +118,8 @@ def _transfers(schedule: Schedule) -> Iterator[Violation]:
             worker = schedule.placement[stage]
             own = place[worker]
             for micro_batch in range(schedule.micro_batches):
-                transfer, partner = transfer_of(micro_batch), Action(route.kind, stage, micro_batch)
-                partner = partner if partner in own else Action("I", stage, micro_batch)
+                transfer = transfer_of(micro_batch)
+                partner = maker(Action(route.kind, stage, micro_batch), own, schedule.table)
                 wanted.add(transfer)
                 why = None
                 if transfer not in own:
@@ -134,6 +140,7 @@ def _transfers(schedule: Schedule) -> Iterator[Violation]:
 def _reductions(schedule: Schedule) -> Iterator[Violation]:
     if "REDUCE_GRAD" not in schedule.kinds:
         return
+    adding = {row.letter for row in schedule.table.values() if row.adds}
     reducing = [action.stage for order in schedule.orders for action in order if action.kind == "REDUCE_GRAD"]
     for stage in sorted(set(range(schedule.stages)) - set(reducing)):
         worker, action = schedule.placement[stage], Action("REDUCE_GRAD", stage)
@@ -145,7 +152,7 @@ def _reductions(schedule: Schedule) -> Iterator[Violation]:
         for action in order:
             if action.kind == "REDUCE_GRAD":
                 done.add(action.stage)
-            elif action.kind in ("B", "I", "W") and action.stage in done:
+            elif action.kind in adding and action.stage in done:
                 early = Action("REDUCE_GRAD", action.stage)
                 yield Violation(worker, early, f"{early} is before {action}, which adds to the gradient")
 
@@ -154,6 +161,7 @@ def _shards(schedule: Schedule) -> Iterator[Violation]:
     """If a stage's weights are gathered, it computes only between ``UNSHARD`` and ``RESHARD``."""
     if schedule.kinds.isdisjoint(("UNSHARD", "RESHARD")):
         return
+    reading = schedule.table.letters(reads=True)
     sharded = {action.stage for order in schedule.orders for action in order if action.kind == "UNSHARD"}
     for worker, order in enumerate(schedule.orders):
         whole: set[int] = set()
@@ -167,5 +175,5 @@ def _shards(schedule: Schedule) -> Iterator[Violation]:
                 if stage not in whole:
                     yield Violation(worker, action, f"{action} comes when the weights have not been gathered")
                 whole.discard(stage)
-            elif kind in ("F", "B", "I", "R") and stage in sharded and stage not in whole:
+            elif kind in reading and stage in sharded and stage not in whole:
                 yield Violation(worker, action, f"{action} needs the weights, but there is no {stage}UNSHARD before it")

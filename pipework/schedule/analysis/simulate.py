@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import sub
 
-from pipework.schedule.action import KINDS
 from pipework.schedule.analysis import memory
 from pipework.schedule.analysis.bounds import Bounds, lower_bounds
 from pipework.schedule.analysis.channels import Channel
@@ -82,22 +81,27 @@ class Simulation(Measures):
 
         It has transfers if the schedule has them or the channel needs them.
         """
+        table = self.schedule.table
+        computations = table.letters(scope="micro-batch")
         computing: list[Interval] = []
         communicating: list[Interval] = []
         for worker in range(self.schedule.workers):
             for each in self._intervals(worker):
-                if each.action.kind != "RESHARD":
-                    (computing if each.action.kind in KINDS else communicating).append(each)
+                if (kind := each.action.kind) in computations:
+                    computing.append(each)
+                elif table[kind].cost:
+                    communicating.append(each)
         workers, title = self.schedule.workers, self.schedule.title
-        return Timeline(tuple(computing), workers, title=title, communication=tuple(communicating))
+        return Timeline(tuple(computing), workers, title=title, communication=tuple(communicating), table=table)
 
     def _intervals(self, worker: int) -> Iterator[Interval]:
         """The actions of a worker, in its order."""
         executed, ended = self.execution
+        computations = executed.table.letters(scope="micro-batch")
         order = executed.orders[worker]
         columns = ended.starts[worker], ended.ends[worker], *memory.amounts(executed, order, self._spread)
         for action, start, end, most, held in zip(order, *columns, strict=True):
-            memories = (most, 0, held) if action.kind in KINDS else ()
+            memories = (most, 0, held) if action.kind in computations else ()
             yield Interval(worker, action, start, end, *memories)
 
     @cached_property
@@ -126,13 +130,15 @@ class Simulation(Measures):
         schedule splits any.
         """
         repeats = Counter(stage for stage, _ in recomputed(self.schedule))
-        limit = self.options.memory_limit
+        limit = self.peak_memory if self.options.memory_limit is None else self.options.memory_limit
+        held = {self.schedule.table[kind].holds for kind in self.schedule.kinds}
         return lower_bounds(
             self.schedule.placement,
             self.schedule.micro_batches,
             replace(self.costs, skip_transfer=0.0),
-            memory_limit=self.peak_memory if limit is None else limit,
-            split="I" in self.schedule.kinds,
+            # The bounds do not know of kinds that take memory away between a forward and its backward.
+            memory_limit=limit if held <= {None, "", "activation", "waiting", "weights"} else None,
+            split=bool(self.schedule.split_stages),
             inference=self.schedule.inference,
             recomputed=[repeats[stage] for stage in range(self.schedule.stages)],
         )
@@ -253,6 +259,8 @@ def measures(executed: Schedule, ended: Run, costs: StageCosts) -> Measures:
         >>> measures(fill_drain(1, 1), run(fill_drain(1, 1), spread), spread).busy
         (3.0,)
     """
+    computations = executed.table.letters(scope="micro-batch")
+    beside = executed.table.letters(beside=True)
     first, last, span = [], [], [0.0]
     busy = []
     peaks = []
@@ -261,11 +269,11 @@ def measures(executed: Schedule, ended: Run, costs: StageCosts) -> Measures:
         ends: Sequence[float] = ended.ends[worker]
         most: Sequence[float] = memory.amounts(executed, order, costs)[0]
         last.append(max(ends, default=0.0))
-        if not executed.kinds.issubset(KINDS):
+        if not executed.kinds.issubset(computations):
             # Transfers and reductions run beside the computation; a worker waits for the weights that it gathers.
-            begin = next((n for n, action in enumerate(order) if action[0] in (*KINDS, "UNSHARD")), None)
+            begin = next((n for n, action in enumerate(order) if action[0] not in beside), None)
             first.append(0.0 if begin is None else starts[begin])
-            computing = [position for position, action in enumerate(order) if action[0] in KINDS]
+            computing = [position for position, action in enumerate(order) if action[0] in computations]
             starts, ends, most = ([row[position] for position in computing] for row in (starts, ends, most))
         busy.append(sum(map(sub, ends, starts)))
         peaks.append(max(most, default=0.0))

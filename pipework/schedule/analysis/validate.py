@@ -12,7 +12,7 @@ from pipework.schedule.analysis.events import LOSS, Deadlock, Run, run
 from pipework.schedule.analysis.memory import SLACK, amounts, each_limit
 from pipework.schedule.analysis.rules import Violation, ascending, broken
 from pipework.schedule.costs import Costs, StageCosts, checked
-from pipework.schedule.edges import counterpart
+from pipework.schedule.edges import counterpart, maker
 from pipework.schedule.passes.posting import posted, timed_for_posting
 from pipework.schedule.schedule import Schedule, checked_schedule
 
@@ -209,8 +209,7 @@ def _waiting(schedule: Schedule, ended: Run, deadlock: Deadlock, channel: Channe
             )
     else:
         home = schedule.placement[missing.stage]
-        # The product of a B has the name of an I; the message names the action in the order.
-        shown = missing if missing in schedule.orders[home] else Action("B", missing.stage, missing.micro_batch)
+        shown = maker(missing, schedule.orders[home], schedule.table)
         where = "is later in its own order" if home == worker else f"worker {home} never reaches"
         why = f"it needs {shown}, which {where}"
     return Violation(worker, action, f"worker {worker} waits forever at {action}: {why}")

@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
-ACTION: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "F": "#84b0e3",
-        "B": "#86c47c",
-        "I": "#56b6ab",
-        "W": "#c3e3b0",
-        "R": "#a3b1c4",
-        "update": "#f5d76b",
-    }
-)
-"""Fill of each action kind, and of the optimizer's step."""
-
-NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "F": "forward",
-        "B": "backward",
-        "I": "input gradient",
-        "W": "weight gradient",
-        "R": "recompute",
-        "update": "optimizer",
-    }
-)
-"""Name of each kind in legends and tooltips."""
+UPDATE: Final = "#f5d76b"
+"""Fill of the optimizer's step."""
 
 WORKER: Final = ("#e8e8e8", "#f8e1c4", "#c4d5f4", "#e0ccd6", "#d2e8cf", "#dbd2f0", "#f6efc0", "#c9e7e6")
 """Fills of the workers; they repeat."""
@@ -42,22 +19,22 @@ PAPER: Final = "#ffffff"
 _DEPTHS: Final = (1.0, 0.84, 0.55, 0.42)  # Neither dark nor white text is readable on the tones between 0.84 and 0.55.
 
 
-def cell_colors(colors: str, kind: str, worker: int, depth: int = 0) -> tuple[str, str, str]:
+def cell_colors(colors: str, fill: str, worker: int, depth: int = 0) -> tuple[str, str, str]:
     """The fill, text and frame of a cell.
 
     Args:
         colors: ``"worker"``: the pastel of the worker; ``"action"``: the colour of the kind.
-        kind: of the action, or ``"update"``.
+        fill: the colour of the kind.
         worker: number of the worker.
         depth: 0 for a worker's first stage, 1 for its second, ..; each is darker than the one before.
 
     Example:
-        >>> cell_colors("action", "F", 0), cell_colors("action", "F", 0, depth=2)
+        >>> cell_colors("action", "#84b0e3", 0), cell_colors("action", "#84b0e3", 0, depth=2)
         (('#84b0e3', '#22272e', '#ffffff'), ('#48607c', '#ffffff', '#ffffff'))
     """
     if colors == "worker":
         return worker_fill(worker), INK, "#4a4f57"
-    return _darker(ACTION[kind], _DEPTHS[min(depth, len(_DEPTHS) - 1)]), INK if depth < 2 else PAPER, PAPER
+    return _darker(fill, _DEPTHS[min(depth, len(_DEPTHS) - 1)]), INK if depth < 2 else PAPER, PAPER
 
 
 def worker_fill(worker: int) -> str:

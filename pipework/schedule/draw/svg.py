@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 from pipework.schedule.argument_checks import one_of
-from pipework.schedule.draw.palette import ACTION, INK, LINE, MEMORY, NAMES, PAPER, QUIET
+from pipework.schedule.draw.palette import INK, LINE, MEMORY, PAPER, QUIET, UPDATE
 from pipework.schedule.draw.svg_marks import FONT, clean, group, number, rectangle, text, text_width
 from pipework.schedule.draw.svg_panel import Frame, Look, panel, peak_text
 from pipework.schedule.draw.units import memory_text, ticks, time_scale, time_text
@@ -147,7 +147,10 @@ def _axis(frames: Sequence[Frame], unit: str, *, grid: bool) -> str:
 
 def _legend(lines: Sequence[Timeline], look: Look, x: float, y: float) -> str:
     kinds = {each.action.kind for line in lines for each in line.intervals}
-    entries = [(ACTION[kind], NAMES[kind]) for kind in NAMES if kind in kinds or (kind == "update" and look.update)]
+    rows = {kind: row for line in lines for kind, row in line.table.items()}
+    entries = [(row.color, row.name) for row in rows.values() if row.letter in kinds]
+    if look.update:
+        entries.append((UPDATE, "optimizer"))
     if look.memory:
         entries.append((MEMORY, "memory"))
     held = {(each.worker, each.action.stage) for line in lines for each in line.intervals}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipework.schedule.draw.palette import LINE, MEMORY, NAMES, QUIET, cell_colors
+from pipework.schedule.draw.palette import LINE, MEMORY, QUIET, UPDATE, cell_colors
 from pipework.schedule.draw.svg_marks import clean, group, number, rectangle, text, text_width
 from pipework.schedule.draw.units import memory_text, time_text
 from pipework.schedule.timeline import Interval, Timeline
@@ -141,10 +141,11 @@ def _cell(interval: Interval, frame: Frame, caption: Caption, line: Timeline, de
     kind, stage, micro_batch, _ = interval.action
     x, y = frame.x(interval.start), frame.y(interval.worker)
     width = frame.x(interval.end) - x
-    fill, ink, border = cell_colors(frame.look.colors, kind, interval.worker, depth)
+    row = line.table[kind]
+    fill, ink, border = cell_colors(frame.look.colors, row.color, interval.worker, depth)
     times = (interval.start, interval.end, interval.end - interval.start)
     start, end, length = (time_text(time, line.unit, line.end) for time in times)
-    tooltip = f"{NAMES[kind]} of stage {stage}, micro-batch {micro_batch}: {start} to {end} ({length})"
+    tooltip = f"{row.name} of stage {stage}, micro-batch {micro_batch}: {start} to {end} ({length})"
     if line.knows_memory:
         tooltip += f", memory {memory_text(interval.memory, line.memory_unit)}"
     stroke: dict[str, str | float] = {"stroke": border} if width >= 2 else {}
@@ -188,7 +189,7 @@ def _update_boxes(line: Timeline, frame: Frame) -> Iterator[str]:
     x, size = frame.x(line.end), min(12.0, 0.6 * frame.row)
     for worker in range(line.workers):
         y = frame.y(worker)
-        fill, _, border = cell_colors(frame.look.colors, "update", worker)
+        fill, _, border = cell_colors(frame.look.colors, UPDATE, worker)
         yield rectangle(x, y, frame.update_width, frame.row, fill=fill, stroke=border, stroke_width=0.9)
         middle = x + frame.update_width / 2
         yield text(middle, y + frame.row / 2 + 0.35 * size, "Update", size, text_anchor="middle")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 
 from pipework.schedule.action import Action
@@ -108,14 +108,15 @@ def with_gradient_reduction(schedule: Schedule) -> Schedule:
         why = "no backwards" if schedule.inference else "reductions"
         raise ValueError(f"schedule {schedule.name!r} has {why}: pass one that trains, without reductions")
     check(schedule)
-    reducing = replace(schedule, orders=tuple(tuple(_reduced(order)) for order in schedule.orders))
+    adding = {row.letter for row in schedule.table.values() if row.adds}
+    reducing = replace(schedule, orders=tuple(tuple(_reduced(order, adding)) for order in schedule.orders))
     check(reducing)
     return reducing
 
 
-def _reduced(order: Iterable[Action]) -> Iterator[Action]:
+def _reduced(order: Iterable[Action], adding: Set[str]) -> Iterator[Action]:
     order = tuple(order)
-    last = {action.stage: position for position, action in enumerate(order) if action.kind in ("B", "I", "W")}
+    last = {action.stage: position for position, action in enumerate(order) if action.kind in adding}
     ready: list[int] = []
     for position, action in enumerate(order):
         if not action.kind.startswith("SEND"):  # another worker waits for a send, so it goes first

@@ -8,7 +8,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from pipework.schedule.action import KINDS, Action
+from pipework.schedule.action import Action
 from pipework.schedule.analysis.channels import Channel
 from pipework.schedule.analysis.events import Run, run
 from pipework.schedule.costs import StageCosts
@@ -24,9 +24,10 @@ def timed_for_posting(schedule: Schedule, costs: StageCosts) -> Run:
 
     Every action takes a tiny bit longer, so that each takes time and its dependents start after it.
     """
-    extra = 1e-6 * (max(max(times) for times in costs.duration.values()) or 1.0)
-    longer = {kind: tuple(time + extra for time in times) for kind, times in costs.duration.items()}
-    return run(schedule, costs._replace(duration=longer))
+    timed = {row.cost for row in schedule.table.values() if row.cost and row.scope != "transfer"}
+    extra = 1e-6 * (max(max(costs[name]) for name in timed) or 1.0)
+    longer = {name: tuple(time + extra for time in costs[name]) for name in timed}
+    return run(schedule, {**costs, **longer})
 
 
 def posted(schedule: Schedule, timed: Run, channel: Channel) -> Schedule:
@@ -83,13 +84,15 @@ class _Execution:
         at: dict[str, list[list[int]]] = {
             kind: [[0] * schedule.micro_batches for _ in schedule.placement] for kind in "FB"
         }
+        ways = {letter: row.gives for letter, row in schedule.table.items() if row.gives in at}
         computing: list[list[int]] = [[] for _ in schedule.orders]
         for worker, order in enumerate(schedule.orders):
-            for position, (kind, stage, micro_batch, _) in enumerate(order):
-                if kind in KINDS:
+            for position, action in enumerate(order):
+                kind, stage, micro_batch, _ = action
+                if action.computes:
                     computing[worker].append(position)
-                if kind in "FBI":
-                    at["F" if kind == "F" else "B"][stage][micro_batch] = position
+                if kind in ways:
+                    at[ways[kind]][stage][micro_batch] = position
         self._starts = [[timed.starts[worker][n] for n in row] for worker, row in enumerate(computing)]
         # Transfers before a computation come right after the computation before it.
         self._begins = [[0, *(position + 1 for position in row)] for row in computing]

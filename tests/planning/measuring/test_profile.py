@@ -74,7 +74,7 @@ def test_the_bytes_of_a_stage_follow_from_those_of_its_layers(balance: list[int]
     pipe = Pipe(module, 8, "never", balance=balance, devices=["cpu", "cpu"], schedule="1f1b", loss_fn=F.mse_loss)
     predicted = pipe.predict(X, target=Y, timeout=0).costs
     spread = [each.spread(2) for each in (costs, predicted)]
-    for sums, whole in zip(spread[0].activation, spread[1].activation, strict=True):
+    for sums, whole in zip(spread[0]["activation"], spread[1]["activation"], strict=True):
         assert whole * 0.95 - 64 <= sums <= whole * 1.05
 
 

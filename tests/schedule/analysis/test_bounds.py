@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipework.schedule import (
+    KINDS,
     SCHEDULES,
     Bounds,
     Costs,
@@ -133,7 +134,7 @@ def best(placement, m, costs, limits, *, split, inference, repeats):
             for s in range(stages):
                 if placement[s] == worker and step > s and (step <= 2 * stages - 1 - s or s in weights):
                     small = (s, i) in repeats and s not in again
-                    total += 0 if inference else c.checkpoint_activation[s] if small else c.activation[s]
+                    total += 0 if inference else c["checkpoint_activation"][s] if small else c["activation"][s]
         return total
 
     def choices(state):
@@ -159,10 +160,10 @@ def best(placement, m, costs, limits, *, split, inference, repeats):
         worker = placement[s]
         start = max(free[worker], arrivals[i] if waits else 0.0)
         began[worker] = min(began[worker], start)
-        free[worker] = end = start + c.duration[kind][s]
+        free[worker] = end = start + c[KINDS[kind].cost][s]
         if waits and step + 1 < steps:
             near = stage_at(step + 1)
-            hop = c.transfer[min(s, near)] if placement[near] != worker else 0.0
+            hop = c["transfer"][min(s, near)] if placement[near] != worker else 0.0
             arrivals[i] = end + hop
         elif waits:
             arrivals[i] = 0.0
@@ -190,10 +191,10 @@ def best(placement, m, costs, limits, *, split, inference, repeats):
                 worker = placement[s]
                 peak = held(state, worker)
                 if kind in "FR":
-                    small = c.checkpoint_activation[s] if (s, i) in repeats else c.activation[s]
+                    small = c["checkpoint_activation"][s] if (s, i) in repeats else c["activation"][s]
                     before = small if kind == "R" else 0.0
-                    at_end = small if kind == "F" else c.activation[s]
-                    peak += max(at_end, c.activation[s]) - before
+                    at_end = small if kind == "F" else c["activation"][s]
+                    peak += max(at_end, c["activation"][s]) - before
                 if peak <= limits[worker] + 1e-9:
                     for times in front:
                         keep(following.setdefault(new, []), after(times, i, state[i][0], kind, s, waits))

@@ -40,9 +40,9 @@ def delay(result, before, after):
     if before.worker == after.worker or transfers:
         return 0.0
     if (source, target) in schedule.skips:
-        return costs.skip[schedule.skips.index((source, target))]
+        return costs["skip_transfer"][schedule.skips.index((source, target))]
     # A loss outside is there at once for everybody.
-    return costs.transfer[source] if target == source + 1 else 0.0
+    return costs["transfer"][source] if target == source + 1 else 0.0
 
 
 def check(result):
