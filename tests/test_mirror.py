@@ -21,7 +21,7 @@ SPANNING = {
 OF_SEVERAL = {
     ".": {"gpu", "gradcheck", "imports", "mirror", "public_errors", "tiers"},
     "autograd/weight_split": {"randomly"},
-    "compat": {"differences", "documents"},
+    "compat": {"differences"},
     "integrations": {"accelerate", "lightning"},
     "planning": {"random_requests"},
     "saving": {

@@ -1,4 +1,4 @@
-"""Each difference between torchgpipe and fairscale and their adapters, on both sides.
+"""What the adapters of torchgpipe and fairscale answer where these libraries answer otherwise.
 
 They are the rows of `docs/compat_differences.md`, which have the same names.
 """
@@ -18,42 +18,39 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.compat.originals import Say, answer, layers, outcome
+from tests.compat.originals import Library, Say, answer, layers, outcome
 
 PAGE = Path(__file__).parents[2] / "docs" / "compat_differences.md"
 LIBRARIES = {"f": "fairscale", "t": "torchgpipe"}
-WAITS = "waits for ever"  # which no test waits for
 
 
 class Raises:
-    """Equals the answer of a scenario that has raised one of some errors, whose message has a text in it."""
+    """Equals the answer of a scenario that has raised an error, whose message has a text in it."""
 
-    def __init__(self, *errors: str, text: str = "") -> None:
-        self.errors = errors
+    def __init__(self, error: str, text: str = "") -> None:
+        self.error = error
         self.text = text
 
     def __eq__(self, answer: object) -> bool:
         is_error = isinstance(answer, tuple) and answer[0] == "raises"
-        return is_error and answer[1] in self.errors and self.text in answer[2]
+        return is_error and answer[1] == self.error and self.text in answer[2]
 
     __hash__ = None
 
 
 class Row(NamedTuple):
-    """A question to a library, and what the library and its adapter answer.
+    """A question to a library, and what its adapter answers.
 
     Attributes:
         name: of the row of the page; several may have one name.
         libraries: f for fairscale, t for torchgpipe.
         ask: the scenario.
-        there: what the library answers.
-        here: what the adapter answers.
+        here: the answer.
     """
 
     name: str
     libraries: str
     ask: Callable[[Any], Any]
-    there: Any
     here: Any
 
 
@@ -404,7 +401,7 @@ def sum_of_largest_blocks(library: Any) -> bool:
 
 # ---- The rows --------------------------------------------------------------------------------------------------------
 
-SMALL, LOST, KEPT = 2.0**-24, 1.0, 1 + 2.0**-23
+SMALL, KEPT = 2.0**-24, 1 + 2.0**-23
 """2^-24 is half of the last digit of 1: added to it twice it is lost twice, and added to itself first it is not."""
 
 Point = namedtuple("Point", "x y")
@@ -425,163 +422,128 @@ PASSED_ON: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
 
 ROWS = [
     Row("meta-layer", "ft", lambda library: piped(library, nn.Linear(1, 1, device="meta"))(torch.ones(1, 1)).shape,
-        Raises("NotImplementedError"), (1, 1)),
-    Row("class-attributes", "ft", lambda library: getattr(library.Pipe, "checkpoint", None) == "except_last",
-        True, False),
-    Row("training-flag", "ft", lambda library: library.pipe(layers().eval(), [1, 2]).training, True, False),
-    Row("deprecation", "f", lambda library: [each.category for each in caught(lambda: piped(library, nn.ReLU()))],
-        [DeprecationWarning], []),
-    Row("checkpoint-function", "t", lambda library: callable(library.module("checkpoint").checkpoint), True, False),
-    Row("slices", "ft", lambda library: [str(layer) for layer in library.pipe(layers(), [1, 2])[1:2]],
-        Raises("TypeError"), ["Tanh()"]),
-    Row("partition-hooks", "ft", partition_hooks, ["layer", "partition"] * 2,
-        ["partitions[1] has hooks, wh", "layer", "layer"]),
-    Row("added-layers", "ft", added_layer, torch.full((4, 2), 5.0), Raises("ValueError")),
-    Row("copies", "t", copied, [(4, 2), "AttributeError"], [(4, 2), (4, 2)]),
-    Row("copies", "f", copied, ["TypeError", "TypeError"], [(4, 2), (4, 2)]),
-    Row("chunks-later", "t", lambda library: more_chunks(library, False), [2] * 4, [2] * 4),
-    Row("chunks-later", "f", lambda library: more_chunks(library, False), Raises("IndexError"), [2] * 4),
-    Row("chunks-later", "ft", lambda library: more_chunks(library, True), Raises("IndexError"), [2] * 4),
-    Row("checkpoint-later", "f", other_checkpoint, False, True),
-    Row("nonsense-later", "ft", nonsense_later, ["none", "none"], ["ValueError", "ValueError"]),
+        (1, 1)),
+    Row("class-attributes", "ft", lambda library: getattr(library.Pipe, "checkpoint", None) == "except_last", False),
+    Row("training-flag", "ft", lambda library: library.pipe(layers().eval(), [1, 2]).training, False),
+    Row("deprecation", "f", lambda library: [each.category for each in caught(lambda: piped(library, nn.ReLU()))], []),
+    Row("checkpoint-function", "t", lambda library: callable(library.module("checkpoint").checkpoint), False),
+    Row("slices", "ft", lambda library: [str(layer) for layer in library.pipe(layers(), [1, 2])[1:2]], ["Tanh()"]),
+    Row("partition-hooks", "ft", partition_hooks, ["partitions[1] has hooks, wh", "layer", "layer"]),
+    Row("added-layers", "ft", added_layer, Raises("ValueError")),
+    Row("copies", "ft", copied, [(4, 2), (4, 2)]),
+    Row("chunks-later", "ft", lambda library: more_chunks(library, False), [2] * 4),
+    Row("chunks-later", "ft", lambda library: more_chunks(library, True), [2] * 4),
+    Row("checkpoint-later", "f", other_checkpoint, True),
+    Row("nonsense-later", "ft", nonsense_later, ["ValueError", "ValueError"]),
     Row("pieces", "ft",
         lambda library: said(library, lambda pair: pair[1], x=(torch.zeros(9), torch.zeros(16)), chunks=4),
-        [0.0] * 12, Raises("RuntimeError")),
+        Raises("RuntimeError")),
     Row("nested-inputs", "ft",
         lambda library: said(library, lambda pair: pair[0][0] + pair[1], x=((torch.ones(4),), torch.ones(4))),
-        Raises("AttributeError"), [2.0] * 4),
-    Row("an-empty-tuple", "ft", lambda library: library.pipe(layers(), [3])(()),
-        Raises("IndexError"), Raises("TypeError")),
-    Row("outputs", "f", lambda library: said(library, lambda x: [x, x]), (ONES, ONES), [ONES, ONES]),
-    *(Row("outputs", "ft", lambda library, give=give: said(library, give),
-          Raises("TypeError", "KeyError", "RuntimeError"), here)
-      for give, here in OUTPUTS),
-    *(Row("boundaries", "ft", lambda library, each=each: said(library, *each), Raises("AttributeError"), ONES)
-      for each in PASSED_ON),
-    Row("named-tuples", "ft", lambda library: type(said(library, lambda x: Point(x, x))).__name__, "tuple", "Point"),
-    Row("constants", "ft", lambda library: constants(library, "never"), [True, False], [False, False]),
-    Row("constants", "ft", lambda library: constants(library, "always"), [True, True], [False, False]),
+        [2.0] * 4),
+    Row("an-empty-tuple", "ft", lambda library: library.pipe(layers(), [3])(()), Raises("TypeError")),
+    Row("outputs", "f", lambda library: said(library, lambda x: [x, x]), [ONES, ONES]),
+    *(Row("outputs", "ft", lambda library, give=give: said(library, give), here) for give, here in OUTPUTS),
+    *(Row("boundaries", "ft", lambda library, each=each: said(library, *each), ONES) for each in PASSED_ON),
+    Row("named-tuples", "ft", lambda library: type(said(library, lambda x: Point(x, x))).__name__, "Point"),
+    Row("constants", "ft", lambda library: constants(library, "never"), [False, False]),
+    Row("constants", "ft", lambda library: constants(library, "always"), [False, False]),
     # A constant before the tensor with the bias: its gradient.
-    *(Row("a-constant-first", letter, lambda library: bias_gradient(library, lambda x: (x.detach(), x),
-          lambda pair: pair[1] + 0 * pair[0], checkpoint="except_last"), there, [4.0, 4.0])
-      for letter, there in (("t", Raises("RuntimeError")), ("f", [2.0, 2.0]))),
-    Row("whole-numbers", "t", lambda library: bias_gradient(library, lambda x: (x, x.long()), output=0),
-        Raises("RuntimeError"), [4.0, 4.0]),
+    Row("a-constant-first", "ft",
+        lambda library: bias_gradient(library, lambda x: (x.detach(), x), lambda pair: pair[1] + 0 * pair[0],
+                                      checkpoint="except_last"), [4.0, 4.0]),
+    Row("whole-numbers", "t", lambda library: bias_gradient(library, lambda x: (x, x.long()), output=0), [4.0, 4.0]),
     Row("part-of-the-outputs", "ft",
-        lambda library: bias_gradient(library, lambda x: (x * 2, x * 3), lambda pair: pair, output=1),
-        Raises("IndexError"), [12.0, 12.0]),
+        lambda library: bias_gradient(library, lambda x: (x * 2, x * 3), lambda pair: pair, output=1), [12.0, 12.0]),
     Row("frozen-models", "ft",
         lambda library: piped(library, nn.Linear(2, 2).requires_grad_(False), checkpoint="always")(
-            torch.ones(4, 2)
-        ).requires_grad,
-        True, False),
+            torch.ones(4, 2)).requires_grad, False),
     # From the last micro-batch to the first; to what was there; with two uses in each micro-batch.
-    Row("order-of-sums", "ft", lambda library: summed(library, "never", [[1, 0], [SMALL, 0], [SMALL, 0]]), KEPT, KEPT),
-    Row("order-of-sums", "ft", lambda library: summed(library, "never", [[SMALL, 0], [SMALL, 0]], 1.0), KEPT, KEPT),
-    Row("order-of-sums", "ft", lambda library: summed(library, "always", [[SMALL, 0], [SMALL, 0]], 1.0), LOST, KEPT),
-    Row("order-of-sums", "ft", lambda library: summed(library, "never", [[SMALL, SMALL], [1, 0]]), LOST, KEPT),
-    Row("order-of-sums", "ft", lambda library: summed(library, "always", [[SMALL, SMALL], [1, 0]]), KEPT, KEPT),
-    Row("recomputed-early", "f", recomputations, "R1 R0 B2 B1 B0", "B2 R1 B1 R0 B0"),
-    Row("autograd-grad", "ft", lambda library: shares_of_gradients(library, "except_last"), [0.5] * 4, [1.0] * 4),
-    Row("autograd-grad", "ft", lambda library: shares_of_gradients(library, "always"),
-        Raises("RuntimeError"), [1.0] * 4),
-    Row("retain-graph", "t", retained, Raises("IndexError"), True),
-    Row("create-graph", "ft", twice_differentiated, True, Raises("RuntimeError")),
-    Row("parameter-hooks", "ft", hook_calls, 4, 1),
-    *(Row("in-place-layers", "ft", lambda library, each=each: in_place(library, *each),
-          Raises("RuntimeError"), [[4.0] * 2] * 2)
+    Row("order-of-sums", "ft", lambda library: summed(library, "never", [[1, 0], [SMALL, 0], [SMALL, 0]]), KEPT),
+    Row("order-of-sums", "ft", lambda library: summed(library, "never", [[SMALL, 0], [SMALL, 0]], 1.0), KEPT),
+    Row("order-of-sums", "ft", lambda library: summed(library, "always", [[SMALL, 0], [SMALL, 0]], 1.0), KEPT),
+    Row("order-of-sums", "ft", lambda library: summed(library, "never", [[SMALL, SMALL], [1, 0]]), KEPT),
+    Row("order-of-sums", "ft", lambda library: summed(library, "always", [[SMALL, SMALL], [1, 0]]), KEPT),
+    Row("recomputed-early", "f", recomputations, "B2 R1 B1 R0 B0"),
+    Row("autograd-grad", "ft", lambda library: shares_of_gradients(library, "except_last"), [1.0] * 4),
+    Row("autograd-grad", "ft", lambda library: shares_of_gradients(library, "always"), [1.0] * 4),
+    Row("retain-graph", "t", retained, True),
+    Row("create-graph", "ft", twice_differentiated, Raises("RuntimeError")),
+    Row("parameter-hooks", "ft", hook_calls, 1),
+    *(Row("in-place-layers", "ft", lambda library, each=each: in_place(library, *each), [[4.0] * 2] * 2)
       for each in ((False, False), (False, True), (True, False))),
     # It stays an error, as in the un-partitioned model: with PyTorch's message for that model.
     Row("in-place-input", "ft", lambda library: in_place(library, True, True),
-        Raises("RuntimeError", text="Output 0 of Split is a view"),
         Raises("RuntimeError", text="a leaf Variable that requires")),
     Row("grad-mode", "ft",
         lambda library: watched(library, lambda x: (library.module().is_recomputing(), torch.is_grad_enabled()))[0],
-        (False, False), (False, True)),
-    Row("no-grad", "ft", without_gradients, True, False),
-    # There the flag of the whole pipe counts (t), or that of its first partition (f).
-    Row("evaluating-partitions", "t", lambda library: recomputed_partitions(library, 0), [True, True], [False, True]),
-    Row("evaluating-partitions", "f", lambda library: recomputed_partitions(library, 0), [False, False], [False, True]),
-    Row("evaluating-partitions", "ft", lambda library: recomputed_partitions(library, 1), [True, True], [True, False]),
-    Row("settings-of-the-caller", "ft", settings, ["torch.float32", False], ["torch.bfloat16", True]),
-    Row("random-numbers", "ft", random_state, [False, True, True, True], [True, False, True, True]),
+        (False, True)),
+    Row("no-grad", "ft", without_gradients, False),
+    Row("evaluating-partitions", "ft", lambda library: recomputed_partitions(library, 0), [False, True]),
+    Row("evaluating-partitions", "ft", lambda library: recomputed_partitions(library, 1), [True, False]),
+    Row("settings-of-the-caller", "ft", settings, ["torch.bfloat16", True]),
+    Row("random-numbers", "ft", random_state, [True, False, True, True]),
     Row("the-last-micro-batch", "ft",
         lambda library: watched(library, lambda x: library.module().is_recomputing(), nn.Linear(1, 1), chunks=4,
-                                checkpoint="except_last", x=torch.ones(6, 1)).count(True), 3, 2),
-    Row("counted-twice", "ft", counted, [4, 4], [2, 2]),
-    Row("workers-on-the-cpu", "ft", thread_count, 1, 2),
-    Row("deferred-variance", "ft", lambda library: deferred(library, 8), (5.25, 1), (6.0, 1)),
-    Row("deferred-with-fewer-pieces", "ft", lambda library: deferred(library, 6), (1.0, 0), (3.5, 1)),
+                                checkpoint="except_last", x=torch.ones(6, 1)).count(True), 2),
+    Row("counted-twice", "ft", counted, [2, 2]),
+    Row("workers-on-the-cpu", "ft", thread_count, 2),
+    Row("deferred-variance", "ft", lambda library: deferred(library, 8), (6.0, 1)),
+    Row("deferred-with-fewer-pieces", "ft", lambda library: deferred(library, 6), (3.5, 1)),
     Row("deferred-flag", "ft", lambda library: converted(library, nn.BatchNorm1d(2).eval()),
-        ["DeferredBatchNorm", True], ["DeferredBatchNorm", False]),
-    Row("deferred-sync-batch-norm", "ft", lambda library: converted(library, nn.SyncBatchNorm(2))[0],
-        "DeferredBatchNorm", "SyncBatchNorm"),
+        ["DeferredBatchNorm", False]),
+    Row("deferred-sync-batch-norm", "ft", lambda library: converted(library, nn.SyncBatchNorm(2))[0], "SyncBatchNorm"),
     Row("deferred-sums", "ft", lambda library: [*library.module("batchnorm").DeferredBatchNorm(2).state_dict()][5:],
-        ["sum", "sum_squares"], []),
-    Row("exits", "ft", exiting, WAITS, "exit 3"),
-    Row("notes", "ft", notes, [], ["pipework: in layer '1' (Linear)", "pipework: stage 1, micro-batch 0, action F"]),
+        []),
+    Row("exits", "ft", exiting, "exit 3"),
+    Row("notes", "ft", notes, ["pipework: in layer '1' (Linear)", "pipework: stage 1, micro-batch 0, action F"]),
     Row("nested-skips", "ft",
         lambda library: library.module("skip").verify_skippables(nn.Sequential(skip_pair(library)[:1])),
-        None, Raises("TypeError")),
+        Raises("TypeError")),
     Row("skips-twice", "ft",
         lambda library: piped(library, *skip_pair(library, torch.zeros(2), torch.ones(2)))(torch.ones(4)),
-        torch.full((4,), 2.0), Raises("RuntimeError")),  # there the last one counts
+        Raises("RuntimeError")),
     Row("skips-twice", "ft", lambda library: piped(library, *skip_pair(library, torch.ones(1), pops=2))(torch.ones(2)),
-        Raises("KeyError"), Raises("RuntimeError")),
-    Row("stashed-values", "ft", lambda library: skip_pair(library, 5)(torch.ones(2)),
-        torch.full((2,), 6.0), Raises("TypeError")),
+        Raises("RuntimeError")),
+    Row("stashed-values", "ft", lambda library: skip_pair(library, 5)(torch.ones(2)), Raises("TypeError")),
     Row("stashed-values", "ft", lambda library: piped(library, *skip_pair(library, 5))(torch.ones(2)),
-        Raises("AttributeError"), Raises("TypeError")),
+        Raises("TypeError")),
     Row("skip-names", "ft",
         lambda library: len(library.module("skip").skippable(stash="ab")(nn.Identity).stashable_names),
-        2, Raises("TypeError")),
+        Raises("TypeError")),
     Row("skip-names", "ft",
         lambda library: bool(skipping(library, ["a"]).isolate(library.module("skip").Namespace(), only=["b"])),
-        True, Raises("ValueError")),
+        Raises("ValueError")),
     Row("skip-checks", "ft", lambda library: skipping(library, ["a"], ["b"])(torch.ones(1)),
-        Raises("RuntimeError", text="'b' has not been stashed"), Raises("RuntimeError", text="'a' must be stashed")),
-    Row("skippable-attributes", "ft", attributes,
-        ["dispatch", "module_cls", "namespaced", "namespaces", "poppable", "stashable"], []),
-    Row("namespaces", "ft", namespaces, [True, True, True], [False, False, False]),
-    Row("stashes-of-a-layer-that-fails", "ft", stale, Raises("RuntimeError", text="'stale' has not been stashed"), 2.0),
-    Row("balance-device", "ft", lambda library: balanced(library, 1), Raises("AssertionError", "RuntimeError"), [3]),
-    Row("balance-by-size-on-the-cpu", "ft", lambda library: balanced(library, 1, "balance_by_size", device="cpu"),
-        Raises("ValueError"), [3]),
+        Raises("RuntimeError", text="'a' must be stashed")),
+    Row("skippable-attributes", "ft", attributes, []),
+    Row("namespaces", "ft", namespaces, [False, False, False]),
+    Row("stashes-of-a-layer-that-fails", "ft", stale, 2.0),
+    Row("balance-device", "ft", lambda library: balanced(library, 1), [3]),
+    Row("balance-by-size-on-the-cpu", "ft", lambda library: balanced(library, 1, "balance_by_size", device="cpu"), [3]),
     Row("balance-messages", "ft", lambda library: balanced(library, 9, timeout=0.01, device="cpu"),
-        Raises("ValueError", text="sequence is shorter than intended partitions (3 < 9)"),
         Raises("ValueError", text="cannot make 9 partitions of 3 layers: ask for at most 3")),
     Row("balance-messages", "ft", lambda library: library.Pipe(layers()),
-        Raises("ValueError", text="balance is required\n\nIf your model is still"),
         Raises("ValueError", text="import balance_by_time")),
-    Row("the-best-balance", "ft", sum_of_largest_blocks, False, True),
+    Row("the-best-balance", "ft", sum_of_largest_blocks, True),
 ]  # fmt: skip
 # Rows without a test here: names that are missing, which `differential/test_surface.py` counts, and a script for whose
 # end a test would wait. Nor have those of `torch.distributed.pipeline.sync` alone, which no longer runs.
 ELSEWHERE = {"several-processes", "internal-modules", "end-of-a-script"}
 
 
-def asked(library: Any, number: int) -> Any:
-    """The scenario of a row."""
-    return ROWS[number].ask(library)
-
-
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [(LIBRARIES[letter], number) for number, row in enumerate(ROWS) for letter in row.libraries],
-    indirect=["name"],
-    ids=lambda value: value if isinstance(value, str) else f"{value}-{ROWS[value].name}",
-)
-def test_difference(ask: Callable[..., Any], adapter: Any, number: int) -> None:
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: f"{number}-{ROWS[number].name}")
+def test_difference(number: int) -> None:
     row = ROWS[number]
     if row.name == "balance-device" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    there = WAITS if row.there == WAITS else ask(asked, number)
-    for got, expected in ((there, row.there), (answer(asked, adapter, number), row.here)):
-        if isinstance(expected, Tensor):
-            assert torch.equal(got, expected)
+    for letter in row.libraries:
+        got = answer(row.ask, Library(LIBRARIES[letter], adapted=True))
+        if isinstance(row.here, Tensor):
+            assert torch.equal(got, row.here)
         else:
-            assert expected == got
-            assert isinstance(got, bool) == isinstance(expected, bool)
+            assert row.here == got
+            assert isinstance(got, bool) == isinstance(row.here, bool)
 
 
 def test_the_page_has_these_rows() -> None:
