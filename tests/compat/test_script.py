@@ -13,7 +13,6 @@ import torch
 from tests.programs import RunPython
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
 
 
 def environment() -> dict[str, str]:
@@ -158,24 +157,3 @@ def test_spawned_processes_find_the_old_modules_too(run: RunPython, tmp_path: Pa
         assert (tmp_path / str(rank)).read_text().split(" ", 1)[1] == (
             f"{ROOT / os.path.relpath(script, ROOT)} pipework.compat.sync pipework.compat.torchgpipe next door\n"
         )
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed")
-@pytest.mark.thorough
-def test_torchrun(tmp_path: Path) -> None:
-    code = """
-        import os, sys
-        import torch.distributed as dist
-        from torchgpipe import GPipe
-
-        dist.init_process_group("gloo")
-        print(sys.argv[1:], os.environ["WORLD_SIZE"], dist.get_rank(), GPipe.__module__)
-        dist.destroy_process_group()
-        sys.exit(len(sys.argv) - 2)
-    """
-    command = [*TORCHRUN, "-m", "pipework.compat", write(tmp_path / "script.py", code), "--epochs", "2"]
-    ended = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert ended.stdout == "['--epochs', '2'] 1 0 pipework.compat.torchgpipe\n"
-    assert ended.returncode == 1

@@ -1,19 +1,13 @@
 """examples/train_gpt.py: what a run leaves, that it can be stopped and resumed, and that mistakes cost one line.
 
-Under torchrun it gives the same bits as in one process. Each such test costs three imports of torch: there are few.
+Under torchrun it gives the same bits as in one process.
 """
 
 import argparse
-import contextlib
 import json
-import os
-import pty
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -25,6 +19,7 @@ from torch import Tensor, nn
 
 import pipework.schedule
 from pipework.saving import convert
+from tests.programs import RunPython
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 FILES = {"metrics.jsonl", "options.json", "checkpoints", "timeline.svg", "trace.json"}
@@ -178,74 +173,6 @@ def test_the_checkpoint_loads_into_the_plain_model(script: ModuleType, run: Path
     model.load_state_dict(weights(run, STEPS, tmp_path))
 
 
-@contextlib.contextmanager
-def running(arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run in a process of its own that has taken a few steps."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), *sys.path])}
-    command = [sys.executable, str(SCRIPT), *arguments, "--out", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
-            if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) >= 3:
-                break
-            time.sleep(0.05)
-        yield process
-    finally:
-        process.kill()
-
-
-@pytest.mark.thorough
-def test_ctrl_c_leaves_a_checkpoint_that_resumes(script: ModuleType, tiny: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with running([*tiny, "--steps", "100000"], folder) as process:
-        process.send_signal(signal.SIGINT)
-        told, complaint = process.communicate(timeout=30)
-    assert (process.returncode, complaint) == (130, "")
-    assert "stopping after this step, saving; press again to end at once without a checkpoint" in told
-    assert f"{SCRIPT} --resume {folder}" in told
-    done = len(losses(folder))
-    assert done >= 3
-    assert script.main(["--resume", str(folder), "--steps", str(done + 2)]) == 0
-    assert len(losses(folder)) == done + 2
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--steps", "0"], "--steps: 0 is no whole number above 0"),
-        (["--width", "130"], "--width is 130: it must be a multiple of 4"),
-        (["--layers", "2", "--stages", "5"], "--stages is 5: there are only 4 layers"),
-        (["--layers", "2", "--stages", "3", "--schedule", "looped-bfs"], "looped-bfs each worker has 2 of them"),
-        (["--schedule", "2f2b"], "--schedule: invalid choice: '2f2b'"),
-        (["--checkpoint", "sometimes"], "sometimes"),
-        (["--data", "{folder}/missing.txt"], "missing.txt: No such file or directory"),
-        (["--data", "{folder}/short.txt"], "the text has 1289 bytes and needs at least 1290"),
-        (["--data", "{folder}/text.txt", "--out", "{folder}/text.txt/run"], "text.txt/run: Not a directory"),
-        (["--data", "{folder}/text.txt", "--out", "{folder}/damaged"], "damaged: File exists"),
-        (["--resume", "{folder}/damaged"], "cannot load"),
-        (["--resume", "{folder}/other"], "options.json (KeyError)"),
-    ],
-)
-def test_a_mistake_costs_one_line_and_status_2(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str
-) -> None:
-    (tmp_path / "short.txt").write_bytes(b"x" * 1289)
-    (tmp_path / "text.txt").write_bytes(b"x" * 1290)
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "options.json").write_bytes(b"no options")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "options.json").write_bytes(b"{}")
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(SystemExit) as stopped:
-        script.main([option.format(folder=tmp_path) for option in options])
-    out, complaint = capsys.readouterr()
-    assert (stopped.value.code, out) == (2, "")
-    assert complaint.count("\n") == 1
-    assert told in complaint
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_a_run_is_neither_overwritten_nor_resumed_as_another(
     script: ModuleType, tiny: list[str], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,92 +198,28 @@ def test_the_bigram_baseline_counts_pairs(script: ModuleType) -> None:
     assert script.bigram_loss(text, x, y) == pytest.approx(-probabilities.log().mean().item(), rel=1e-5)
 
 
-# ---- Under torchrun --------------------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def torchrun(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Two processes and their launcher in a terminal of their own, in which Ctrl-C is a key."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    master, terminal = pty.openpty()
-    # Who begins a session and then opens a terminal has it as its own, and is what its keys send signals to.
-    shell = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(terminal), *command, *arguments]
-    process = subprocess.Popen(shell, env=environment, start_new_session=True)
-    os.close(terminal)
-    try:
-        yield process, master
-    finally:
-        if process.poll() is None:
-            process.terminate()  # The launcher ends what it has started.
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        process.wait()
-        os.close(master)
-
-
-def all_output(process: subprocess.Popen[bytes], master: int, seconds: float = 120.0) -> str:
-    """What is written into a terminal until the process has ended."""
-    told, deadline = b"", time.monotonic() + seconds
-    os.set_blocking(master, False)
-    while time.monotonic() < deadline:
-        ended = process.poll() is not None
-        try:
-            told += os.read(master, 1 << 16)
-        except BlockingIOError:
-            time.sleep(0.05)
-        except OSError:  # nobody has it open any more
-            ended = True
-        if ended and process.poll() is not None:
-            return told.decode(errors="replace").replace("\r\n", "\n")
-    raise AssertionError(f"it has not ended:\n{told.decode(errors='replace')}")
-
-
 @pytest.mark.thorough
 def test_a_run_of_one_process_goes_on_in_two(
-    script: ModuleType, tiny: list[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: ModuleType,
+    tiny: list[str],
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_python: RunPython,
+    environment: dict[str, str],
 ) -> None:
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         stop_after(script, patch, steps=5)
         assert script.main([*tiny, "--out", str(folder)]) == 130
-    with torchrun(["--resume", str(folder)]) as (process, terminal):
-        told = all_output(process, terminal)
-    assert process.returncode == 0, told
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, "--resume", folder]
+    ended = run_python(command, env={**environment, "PYTHONWARNINGS": "default"})
+    assert ended.returncode == 0, ended.stderr
     assert losses(folder) == losses(run)
     first, second = (weights(each, STEPS, tmp_path) for each in (run, folder))
     assert all(torch.equal(first[name], value) for name, value in second.items())
     assert {path.name for path in folder.iterdir()} == FILES
     for once in ("this process has 1 partition", f"step {STEPS}/{STEPS}", "held-out loss", "measured", "files"):
-        assert told.count(once) == 1
+        assert ended.stdout.count(once) == 1
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
-
-
-@pytest.mark.thorough
-def test_one_ctrl_c_ends_both_processes_and_one_goes_on(
-    script: ModuleType, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, other = tmp_path / "run", tmp_path / "in one process"
-    with torchrun([*tiny, "--out", str(folder), "--steps", "100000"]) as (process, terminal):
-        deadline = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < deadline:
-            if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) >= 3:
-                break
-            time.sleep(0.02)
-        os.write(terminal, b"\x03")
-        told = all_output(process, terminal)
-    done = len(losses(folder))
-    assert f"stopped after step {done}; to go on: torchrun --nproc-per-node 2 {SCRIPT} --resume {folder}" in told
-    with monkeypatch.context() as patch:
-        stop_after(script, patch, steps=done)
-        assert script.main([*tiny, "--out", str(other), "--steps", "100000"]) == 130
-    assert losses(folder) == losses(other)
-    for each in (folder, other):
-        assert script.main(["--resume", str(each), "--steps", str(done + 2)]) == 0
-    assert losses(folder) == losses(other)
-    assert len(losses(folder)) == done + 2

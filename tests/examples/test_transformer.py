@@ -93,28 +93,3 @@ def test_no_word_sees_a_later_one(script: ModuleType, training: bool) -> None:
         before, after = layer(x), layer(changed)
     torch.testing.assert_close(after[:, :4], before[:, :4])
     assert (after[:, 4:] - before[:, 4:]).abs().amin(2).gt(0).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--epochs", "0"], "--epochs: 0 is no whole number above 0"),
-        (["--dropout", "1"], "--dropout: 1 is no number from 0 to below 1"),
-        (["--width", "10"], "--width is 10: it must be a multiple of 4"),
-        (["--data", "{folder}/short.txt"], "the text has 0 words for --batch-size 16"),
-        (["--timeline", "step.png"], "step.png must end in .svg"),
-        (["--save", "{folder}/none/best.pt"], "there is no folder"),
-        (["--plain", "--timeline", "step.svg"], "--timeline shows the workers of a pipeline, and --plain has none"),
-        (["--checkpoint", "sometimes"], "sometimes"),
-    ],
-)
-def test_a_mistake_costs_one_line_and_status_2(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str
-) -> None:
-    (tmp_path / "short.txt").touch()
-    with pytest.raises(SystemExit) as stopped:
-        script.main([option.format(folder=tmp_path) for option in options])
-    out, complaint = capsys.readouterr()
-    assert (stopped.value.code, out) == (2, "")
-    assert complaint.count("\n") == 1
-    assert told in complaint

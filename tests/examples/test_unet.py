@@ -83,25 +83,3 @@ def test_ctrl_c_tests_what_was_learnt_so_far(
     assert len(steps) == 3
     assert "stopped after step 3" in out
     assert "intersection over union: disk" in out
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--steps", "0"], "--steps: 0 is no whole number above 0"),
-        (["--size", "30"], "--size is 30: 3 levels need a multiple of 4"),
-        (["--balance", "5", "5"], "one number for each stage is wanted, 35 layers in all"),
-        (["--balance", "17", "18", "--stages", "3"], "one number for each stage is wanted"),
-        (["--timeline", "unet.png"], "unet.png must end in .svg"),
-        (["--checkpoint", "sometimes"], "sometimes"),
-    ],
-)
-def test_a_mistake_costs_one_line_and_status_2(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main([option.format(folder=tmp_path) for option in options])
-    out, complaint = capsys.readouterr()
-    assert (stopped.value.code, out) == (2, "")
-    assert complaint.count("\n") == 1
-    assert told in complaint
