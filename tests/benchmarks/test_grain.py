@@ -1,15 +1,11 @@
-"""The curves of `grain`: where they cross a level, and how they are drawn."""
+"""The curves of `grain`: where they cross a level."""
 
 import math
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.grain import run
-from benchmarks.grain.plot import Curve, draw, parts
-
-SVG = "{http://www.w3.org/2000/svg}"
+from benchmarks.grain.plot import Curve, parts
 
 
 def test_a_curve_crosses_a_level_on_a_straight_line_over_the_logarithm() -> None:
@@ -31,23 +27,3 @@ def test_segments_are_cut_at_the_level() -> None:
         ([(10.0, 0.4), (100.0, 0.6)], True),
         ([(100.0, 0.6), (200.0, 0.7)], True),
     ]
-
-
-def test_picture_has_a_panel_for_each_schedule_and_dashes_where_a_pipe_does_not_pay() -> None:
-    curve = Curve("a < b", [(0.1, 0.1), (1.0, 0.9)], level=0.5)
-    picture = ElementTree.fromstring(draw({"gpipe": [curve], "1f1b": [curve]}))
-    panels = picture.findall(f"{SVG}g")
-    assert len(panels) == 2
-    for panel in panels:
-        paths = [path for path in panel.iter(f"{SVG}path") if path.get("fill") == "none"]
-        assert [path.get("stroke-dasharray") is None for path in paths] == [False, True]
-        assert len(list(panel.iter(f"{SVG}circle"))) == 2
-    words = [mark.text for mark in picture.iter(f"{SVG}text")]
-    assert {"gpipe", "1f1b", "a < b", "0.1", "1", "100%"} <= set(words)
-
-
-@pytest.mark.thorough
-def test_picture_is_drawn_where_asked(tmp_path: Path) -> None:
-    path = tmp_path / "curves.svg"
-    run.main(["--seconds", "0.01", "--milliseconds", "0.2", "1", "--micro-batches", "2", "--plot", str(path)])
-    assert ElementTree.fromstring(path.read_text(encoding="utf-8")).tag == f"{SVG}svg"

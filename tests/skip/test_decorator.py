@@ -1,7 +1,6 @@
 import copy
 import dataclasses
 import inspect
-import io
 import itertools
 import pickle
 
@@ -42,16 +41,17 @@ class Outer:
             return x + (yield pop("b"))
 
 
-@skippable(stash=["x"])
-class StashUndeclared(nn.Module):
-    def forward(self, x):
-        yield stash("y", x)
+def made(stash=(), pop=(), *commands, result=None):
+    """A layer that yields commands, and returns its input, or what it makes of the input and of what it popped."""
 
+    class Made(nn.Module):
+        def forward(self, x):
+            popped = []
+            for command in commands:
+                popped.append((yield command(x) if callable(command) else command))
+            return x if result is None else result(x, *popped)
 
-@skippable(pop=["x"])
-class PopUndeclared(nn.Module):
-    def forward(self, x):
-        yield pop("y")
+    return skippable(stash=stash, pop=pop)(Made)()
 
 
 @pytest.fixture(autouse=True)
@@ -81,42 +81,16 @@ class TestWithoutAPipe:
         assert torch.equal(gradient, torch.autograd.grad(expected.sum(), x)[0])
 
     def test_several_names_in_one_layer(self):
-        @skippable(stash=["alice", "bob"])
-        class Begin(nn.Module):
-            def forward(self, x):
-                yield stash("alice", x + 1)
-                yield stash("bob", x + 2)
-                return x
-
-        @skippable(pop=["bob"], stash=["carol"])
-        class Middle(nn.Module):
-            def forward(self, x):
-                bob = yield pop("bob")
-                yield stash("carol", bob * 10)
-                return x * bob
-
-        @skippable(pop=["alice", "carol"])
-        class End(nn.Module):
-            def forward(self, x):
-                carol = yield pop("carol")
-                alice = yield pop("alice")
-                return x, alice, carol
-
-        assert nn.Sequential(Begin(), Middle(), End())(torch.tensor(3)) == (15, 4, 50)
+        begin = made(["alice", "bob"], (), lambda x: stash("alice", x + 1), lambda x: stash("bob", x + 2))
+        middle = made(
+            ["carol"], ["bob"], pop("bob"), lambda x: stash("carol", x * 10), result=lambda x, bob, _: x * bob
+        )
+        end = made((), ["alice", "carol"], pop("carol"), pop("alice"), result=lambda *values: values)
+        assert nn.Sequential(begin, middle, end)(torch.tensor(3)) == (15, 30, 4)
 
     def test_none_is_passed_on(self):
-        @skippable(stash=["x"])
-        class Nothing(nn.Module):
-            def forward(self, x):
-                yield stash("x", None)
-                return x
-
-        @skippable(pop=["x"])
-        class WhatIsIt(nn.Module):
-            def forward(self, x):
-                return (yield pop("x"))
-
-        assert nn.Sequential(Nothing(), WhatIsIt())(torch.ones(1)) is None
+        last = made((), ["x"], pop("x"), result=lambda x, popped: popped)
+        assert nn.Sequential(made(["x"], (), stash("x", None)), last)(torch.ones(1)) is None
 
     def test_a_failed_run_leaves_nothing_that_matters(self):
         fork, join = Fork(), Join()
@@ -136,79 +110,59 @@ class TestWithoutAPipe:
             skip_tracker.current().load((None, "identity"))
 
 
-class TestErrors:
-    def failing(self, error, message, layer):
-        with pytest.raises(error) as caught:
-            layer(torch.zeros(2))
-        assert str(caught.value) == message
-        return caught.value
+class Idle(nn.Module):
+    """Is no generator."""
 
-    @pytest.mark.parametrize("generator", [False, True])
-    def test_declared_but_not_done(self, generator):
-        class Idle(nn.Module):
-            def forward(self, x):
-                return x
+    def forward(self, x):
+        return x
 
-        class IdleGenerator(nn.Module):
-            def forward(self, x):
-                return x
-                yield
 
-        idle = IdleGenerator if generator else Idle
-        self.failing(RuntimeError, "'x' must be stashed but have not", skippable(stash=["x"])(idle)())
-        self.failing(RuntimeError, "'x' must be popped but have not", skippable(pop=["x"])(idle)())
-        self.failing(RuntimeError, "'x', 'y' must be stashed but have not", skippable(["x", "y"], ["z"])(idle)())
+UNDONE = [
+    ({"stash": ["x"]}, "'x' must be stashed but have not"),
+    ({"pop": ["x"]}, "'x' must be popped but have not"),
+    ({"stash": ["x", "y"], "pop": ["z"]}, "'x', 'y' must be stashed but have not"),
+]
+WRONG = [
+    *((made(**names), RuntimeError, message) for names, message in UNDONE),
+    *((skippable(**names)(Idle)(), RuntimeError, message) for names, message in UNDONE),
+    (made(["x"], (), stash("y", None)), RuntimeError, "'y' has not been declared as stashable"),
+    (made((), ["x"], pop("y")), RuntimeError, "'y' has not been declared as poppable"),
+    (Join(), RuntimeError, "'identity' has not been stashed"),
+    (made(["x"], (), 5), TypeError, "5 is not a command from @skippable"),
+    (made((), (), 5), TypeError, "5 is not a command from @skippable"),
+    (made(["x"], (), *[stash("x", None)] * 2), RuntimeError, "'x' has already been stashed by this layer"),
+    (
+        nn.Sequential(made(["x"], (), stash("x", None)), made((), ["x"], pop("x"), pop("x"))),
+        RuntimeError,
+        "'x' has already been popped by this layer",
+    ),
+    (made(["x"], (), stash("x", [1])), TypeError, "'x' must be stashed as a tensor or None, not as list"),
+]
 
-    def test_not_declared_and_not_stashed(self):
-        self.failing(RuntimeError, "'y' has not been declared as stashable", StashUndeclared())
-        self.failing(RuntimeError, "'y' has not been declared as poppable", PopUndeclared())
-        self.failing(RuntimeError, "'identity' has not been stashed", Join())
 
-    def test_a_second_pop_without_verify_skippables(self):
-        model = nn.Sequential(Fork(2), Join(), Join())
-        error = self.failing(RuntimeError, "'identity' has not been stashed", model)
-        assert "verify_skippables(model) once" in error.__notes__[0]
+@pytest.mark.parametrize(("layer", "error", "message"), WRONG)
+def test_errors(layer, error, message):
+    with pytest.raises(error) as caught:
+        layer(torch.zeros(2))
+    assert str(caught.value) == message
 
-        verify_skippables(model)  # then the advice is of no use
-        assert not hasattr(self.failing(RuntimeError, "'identity' has not been stashed", model[1]), "__notes__")
 
-    def test_not_a_command(self):
-        class Five(nn.Module):
-            def forward(self, x):
-                yield 5
+def test_a_second_pop_without_verify_skippables():
+    model = nn.Sequential(Fork(2), Join(), Join())
+    with pytest.raises(RuntimeError, match="'identity' has not been stashed") as caught:
+        model(torch.zeros(2))
+    assert "verify_skippables(model) once" in caught.value.__notes__[0]
+    verify_skippables(model)  # then the advice is of no use
+    with pytest.raises(RuntimeError, match="'identity' has not been stashed") as caught:
+        model[1](torch.zeros(2))
+    assert not hasattr(caught.value, "__notes__")
 
-        self.failing(TypeError, "5 is not a command from @skippable", skippable(stash=["x"])(Five)())
-        self.failing(TypeError, "5 is not a command from @skippable", skippable()(Five)())
 
-    def test_twice_in_one_layer(self):
-        @skippable(stash=["x"])
-        class Twice(nn.Module):
-            def forward(self, x):
-                yield stash("x", x)
-                yield stash("x", x)
-
-        @skippable(pop=["x"])
-        class TwicePop(nn.Module):
-            def forward(self, x):
-                yield pop("x")
-                yield pop("x")
-
-        self.failing(RuntimeError, "'x' has already been stashed by this layer", Twice())
-        self.failing(RuntimeError, "'x' has already been popped by this layer", TwicePop())
-
-    def test_only_tensors_can_be_stashed(self):
-        @skippable(stash=["x"])
-        class StashList(nn.Module):
-            def forward(self, x):
-                yield stash("x", [x])
-
-        self.failing(TypeError, "'x' must be stashed as a tensor or None, not as list", StashList())
-
-    def test_a_string_is_no_list_of_names(self):
-        with pytest.raises(TypeError, match=r"^stash must be a list of names, .* 'skip': write \['skip'\]$"):
-            skippable(stash="skip")
-        with pytest.raises(TypeError, match=r"^pop must be a list of names"):
-            skippable(pop="skip")
+def test_a_string_is_no_list_of_names():
+    with pytest.raises(TypeError, match=r"^stash must be a list of names, .* 'skip': write \['skip'\]$"):
+        skippable(stash="skip")
+    with pytest.raises(TypeError, match=r"^pop must be a list of names"):
+        skippable(pop="skip")
 
 
 class TestIsolate:
@@ -263,14 +217,9 @@ class TestTheClass:
         loaded = pickle.loads(pickle.dumps(model, protocol))
         x = torch.randn(2, 4)
         assert type(loaded[0]) is Fork
+        assert type(pickle.loads(pickle.dumps(Outer.Nested(), protocol))) is Outer.Nested
         assert type(loaded[0].module) is Fork.module_class
         assert torch.equal(loaded(x), model(x))
-
-    def test_can_be_saved_and_nested_in_a_class(self):
-        file = io.BytesIO()
-        torch.save(Outer.Nested(), file)
-        file.seek(0)
-        assert type(torch.load(file, weights_only=False)) is Outer.Nested
 
     def test_an_undecorated_class_beside_it_keeps_its_pickle(self):
         decorated = skippable(stash=["x"])(Bystander)
