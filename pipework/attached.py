@@ -17,11 +17,11 @@ from pipework.integrations import adapter_for
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.marks import checked_pieces
 from pipework.model.parts.check import Weighed, check_loss, check_parts
-from pipework.model.parts.cut import Cuttable, refuse_own_forward
+from pipework.model.parts.cut import Cuttable
 from pipework.model.parts.following import Following, own_parameters, take_over
 from pipework.model.parts.part import Part
 from pipework.model.parts.run import Message
-from pipework.model.parts.sample import LossPlace, arguments_of, as_given, single_rows
+from pipework.model.parts.sample import Arguments, LossPlace, arguments_of, as_given, single_rows
 from pipework.model.row_dimensions import Layout
 from pipework.pipe import Pipe, backend_for
 from pipework.planning.balance import balance_by_time
@@ -172,25 +172,21 @@ def attach(
         >>> model.blocks[0].weight.grad.shape
         torch.Size([4, 4])
     """
+    # 1. What is asked for is checked, and the sample says what the forward takes.
     settings = Settings.of(locals())
-    if isinstance(model.__dict__.get("forward"), AttachedForward):
-        raise ValueError(
-            f"a pipe is attached to this {type(model).__name__} already: use that one, or take it off with "
-            "`del model.forward` before another is attached"
-        )
-    _refuse_wrapped(model)
-    refuse_own_forward(model)
+    _refuse_attached_or_wrapped(model)
+    forward = ForwardArguments(signature_of(type(model).forward.__get__(model)), target)
     arguments, keywords = arguments_of(sample)
-    signature = signature_of(type(model).forward.__get__(model))
-    names = by_name(signature, arguments, keywords)
-    positional = positional_names(model)
-    own_split = None if split is None else SplitByName(split, signature, target)
-    layout = Layout(positional, target) if split else Layout.of_sample(positional, target, *as_given(sample))
-    if target not in names:
+    if target not in (names := forward.by_name(arguments, keywords)):
         raise ValueError(
             f"the sample has no {target!r} (it has {', '.join(map(repr, names))}), so the forward would compute no "
             "loss: put it in, or name the argument that the loss needs with target="
         )
+    layout = Layout(positional_names(model), target)
+    if split is None:
+        layout = Layout.of_sample(layout.names, target, *as_given(sample))
+    layout.is_given = True
+    # 2. A dry run shows how the model may be cut, where its loss is, and how that counts labels.
     if deferred_batch_norm:
         convert_deferred_batch_norm(model, chunks)
     adapter = adapter_for(model)
@@ -203,44 +199,25 @@ def attach(
         )
     if loss_weight is None and loss_reduction == "mean":
         loss_weight = adapter.loss_weight(
-            by_name(signature, *cuttable.sample)[target],
+            forward.argument_of(cuttable.sample, target),
             cuttable.result,
-            lambda labels: cuttable.result_of(*with_argument(signature, *cuttable.sample, target, labels)),
+            lambda labels: cuttable.result_of(*forward.with_argument(cuttable.sample, target, labels)),
         )
+    own_split = None if split is None else functools.partial(forward.split, split)
+    settings = replace(settings, loss_fn=place, loss_weight=loss_weight, split=own_split)
+    # 3. The model is cut into a part for each stage, and parts and loss are compared with the model's own.
     if plan is not None:
         settings = planned(settings, cuttable.sequential(), usual="1f1b")
     layers = cuttable.sequential(_balance(cuttable, settings) if settings.balance is None else settings.balance)
     if check and mesh is None:
         check_parts(cuttable, layers)
-        weighed = Weighed(
-            target,
-            loss_reduction,
-            loss_weight,
-            lambda given, name: by_name(signature, *given).get(name),
-            lambda given, name, value: with_argument(signature, *given, name, value),
-        )
-        if own_split is None:
-            rows = single_rows(sample)
-        else:
-            pieces = own_split(arguments, keywords, names[target], 2)
-            rows = [(tuple(inputs), dict(named)) for inputs, named, _ in pieces]
-        kind = "row" if own_split is None else "micro-batch"
-        check_loss(cuttable, rows, kind, functools.partial(LossOf(place), target=None), weighed)
-    own: dict[str, Any] = {"loss_fn": LossOf(place), "loss_weight": loss_weight, "split": own_split}
-    own |= {"balance": [1] * len(layers), "plan": None}  # the plan is of units
-    pipe = Pipe(layers, **vars(settings) | own)
-    pipe._executor.settings = replace(pipe._executor.settings, plan=plan)
-    layout.is_given, pipe._executor.layout = True, layout
-    here = [layer for layer in layers if layer in set(pipe)]
-    take_over(
-        cuttable.containers,
-        [layer.get_submodule("model") for layer in here],
-        [layer.get_submodule("model") for layer in layers if layer not in here],
-    )
-    if len(here) < len(layers):
-        model.__dict__["named_parameters"] = functools.partial(own_parameters, model)
-        model.__dict__["to"] = functools.partial(_moved, model)
-    pipe._attached = AttachedModel(model, pipe, cuttable, signature, target)
+        _check_loss(cuttable, sample, settings, forward, place)
+    # 4. A pipe of the parts is made, and the model's forward runs in it.
+    pipe = Pipe(layers, **vars(settings) | {"balance": [1] * len(layers), "plan": None})
+    pipe._executor.settings = replace(pipe._executor.settings, plan=plan)  # the plan is of units
+    pipe._executor.layout = layout
+    _leave_to_others(model, pipe, layers, cuttable)
+    pipe._attached = AttachedModel(model, pipe, cuttable, forward)
     model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
     if loss_reduction == "mean":
         adapter.weighs(target, loss_weight)
@@ -250,110 +227,67 @@ def attach(
 _OF_PIPE: Final = frozenset({"target", "return_output", "loss_scale", "outputs"})  # arguments of a call of a pipe
 
 
-class LossOf:
-    """The loss function of the pipe: the model has computed it."""
-
-    def __init__(self, place: LossPlace) -> None:
-        self._place = place
-
-    def __call__(self, result: Any, target: Any) -> Tensor:
-        """The loss of a result."""
-        loss: Tensor = place_in(result, self._place).read(result)
-        return loss
-
-
-def place_in(result: Any, usual: LossPlace) -> LossPlace:
-    """Where the loss is in a result; a forward may return a tuple if it is asked for one."""
-    return usual if usual.key is None or not isinstance(result, tuple) else LossPlace(0)
+def _refuse_attached_or_wrapped(model: nn.Module) -> None:
+    """Raises a ValueError if a model has a pipe, or something changes how the whole model runs."""
+    if isinstance(model.__dict__.get("forward"), AttachedForward):
+        raise ValueError(
+            f"a pipe is attached to this {type(model).__name__} already: use that one, or take it off with "
+            "`del model.forward` before another is attached"
+        )
+    name = next((each.__name__ for each in type(model).__mro__ if each.__name__ in _WRAPPERS), None)
+    if name is not None:
+        raise ValueError(
+            f"attach got a model in {name}, which would see the parts and not the model: attach the pipe to the model "
+            "itself (.module), before it is wrapped or sharded; replicas are those of pipework.init(dp=...)"
+        )
 
 
-class AttachedModel:
-    """A model to which a pipe is attached; the pipe knows it, and it does not know the pipe.
-
-    Args:
-        model: the model.
-        pipe: attached to it.
-        cuttable: of the model.
-        signature: of its forward.
-        target: the argument that the loss needs.
-    """
-
-    def __init__(
-        self, model: nn.Module, pipe: Pipe, cuttable: Cuttable, signature: inspect.Signature, target: str
-    ) -> None:
-        self.model = model
-        self.adapter = cuttable.adapter
-        self.target = target
-        self.signature = signature
-        self.containers = frozenset(cuttable.containers.values())  # each part has a copy of them
-        parts = [layer for layer in pipe if isinstance(layer, Part)]
-        self._following = Following(cuttable, parts, is_whole=len(pipe) == sum(pipe.balance))
-
-    def call_of(
-        self, pipe: Pipe, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        """Makes the pipe as the model is now.
-
-        Returns:
-            What the pipe is called with for these arguments of the model, and these by name.
-        """
-        keywords = self.adapter.mini_batch(keywords)
-        if not _OF_PIPE.isdisjoint(keywords):
-            arguments, keywords = _positional(self.signature, arguments, keywords)
-        self._following.update()
-        pipe.training = self.model.training
-        return arguments, keywords, by_name(self.signature, arguments, keywords)
+_WRAPPERS: Final = ("DistributedDataParallel", "DataParallel", "FSDPModule", "FullyShardedDataParallel")
 
 
-class AttachedForward:
-    """The forward of a model to which a pipe is attached."""
+def _balance(cuttable: Cuttable, settings: Settings) -> list[int]:
+    """How many units each stage has so that all take equally long; by their parameters where that is not measured."""
+    layers, backend = cuttable.sequential(), backend_for(settings.mesh, settings.devices)
+    assignment = assign(layers, settings.schedule, settings.chunks, None, backend.devices)
+    balance = list(assignment.partitioning.balance)
+    tensors = [*cuttable.model.parameters()]
+    if not backend.is_whole or any(each.is_meta or each.grad is not None for each in tensors) or len(balance) < 2:
+        return balance
+    return balance_by_time(
+        len(balance),
+        layers,
+        Message.first(cuttable.adapter.inputs(*cuttable.sample)),
+        devices=assignment.partitioning.devices,
+    )
 
-    def __init__(
-        self, attached: AttachedModel, pipe: Pipe, result: Any, place: LossPlace, outputs: Literal["last", "all"]
-    ) -> None:
-        self._attached, self._pipe, self._place, self._outputs = attached, pipe, place, outputs
-        self._form = nested.replaced(result, Tensor, lambda tensor: None)
-        self.__signature__ = attached.signature
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the model returns for a batch; in training with the loss alone."""
-        attached, pipe = self._attached, self._pipe
-        model, target = attached.model, attached.target
-        if arguments and arguments[0] is model:  # Accelerate binds what it takes out of its wrapper again
-            arguments = arguments[1:]
-        if attached.adapter.is_generating(keywords):
-            self._refuse_to_generate()
-            return type(model).forward(model, *arguments, **keywords)
-        scale = None if "loss_scale" in self.__signature__.parameters else keywords.pop("loss_scale", None)
-        arguments, keywords, names = attached.call_of(pipe, arguments, keywords)
-        labels = names.get(target)
-        trains = model.training and torch.is_grad_enabled()
-        if labels is None:
-            if trains and not pipe._executor.loss_may_be_outside(pipe.chunks):
-                raise ValueError(
-                    f"{type(model).__name__} was called in training without {target!r}, and the pipe computes "
-                    f"the loss inside: give {target}=, or call the model in eval() or under torch.no_grad(); a "
-                    "loss of your own, of what the model returns, needs attach(..., schedule='gpipe')"
-                )
-            return pipe(*arguments, **keywords, loss_scale=scale, outputs=self._outputs)
-        options = {"return_output": not trains, "loss_scale": scale, "outputs": self._outputs}
-        got = pipe(*arguments, **keywords, target=labels, **options)
-        loss, result = (got, None) if trains else got
-        if result is None:
-            form = attached.adapter.form(copy.copy(self._form), names)
-            return place_in(form, self._place).put(loss, form)
-        return place_in(result, self._place).put(loss, result)
+def _check_loss(
+    cuttable: Cuttable, sample: Any, settings: Settings, forward: ForwardArguments, place: LossPlace
+) -> None:
+    """Compares the model's loss for a few rows, or for what `split=` makes of the sample, with that of the pipe."""
+    kind, rows = "row", []
+    if settings.split is None:
+        rows = single_rows(sample)
+    else:
+        kind, given = "micro-batch", arguments_of(sample)
+        pieces = settings.split(*given, forward.argument_of(given, forward.target), 2)
+        rows = [(tuple(inputs), dict(named)) for inputs, named, _ in pieces]
+    weighs = settings.loss_reduction, settings.loss_weight
+    weighed = Weighed(forward.target, *weighs, forward.argument_of, forward.with_argument)
+    check_loss(cuttable, rows, kind, place.read, weighed)
 
-    def _refuse_to_generate(self) -> None:
-        """Raises a RuntimeError if other processes have some of the units: with a cache the model runs by itself."""
-        pipe, name = self._pipe, type(self._attached.model).__name__
-        if len(pipe) < sum(pipe.balance):
-            raise RuntimeError(
-                f"{name} was called with a cache, as generate() does, which needs all layers in one process, and this "
-                f"one has {len(pipe)} of {sum(pipe.balance)} stages: write the model with "
-                "pipework.save_pretrained(pipe, folder) on all ranks, and generate with from_pretrained(folder); or "
-                "call generate(..., use_cache=False) on all ranks, which runs in the pipe"
-            )
+
+def _leave_to_others(model: nn.Module, pipe: Pipe, layers: nn.Sequential, cuttable: Cuttable) -> None:
+    """The parts of this process are the model's from now on; it has no values of those of other processes."""
+    here = [layer for layer in layers if layer in set(pipe)]
+    take_over(
+        cuttable.containers,
+        [layer.get_submodule("model") for layer in here],
+        [layer.get_submodule("model") for layer in layers if layer not in here],
+    )
+    if len(here) < len(layers):
+        model.__dict__["named_parameters"] = functools.partial(own_parameters, model)
+        model.__dict__["to"] = functools.partial(_moved, model)
 
 
 def _moved(model: nn.Module, *arguments: Any, **keywords: Any) -> nn.Module:
@@ -373,97 +307,140 @@ def _moved(model: nn.Module, *arguments: Any, **keywords: Any) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class SplitByName:
-    """The function of `split=` for a model: it gets all arguments but the target by their names.
+class ForwardArguments:
+    """The arguments of a model's forward, one of which is the target of its loss.
 
     Attributes:
-        function: the caller's.
-        signature: of the model's forward.
-        target: the argument that the loss needs.
+        signature: of the forward.
+        target: the name of the argument that the loss needs.
     """
 
-    function: OwnSplit
     signature: inspect.Signature
     target: str
 
-    def __call__(self, arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Piece]:
-        """The micro-batches, each with its target among its arguments."""
-        names = by_name(self.signature, arguments, keywords)
+    def by_name(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name."""
+        bound = self.signature.bind(*arguments, **keywords)
+        named = dict(bound.arguments)
+        for parameter in bound.signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named.update(named.pop(parameter.name, {}))
+        return named
+
+    def argument_of(self, given: Arguments, name: str) -> Any:
+        """One of them; None: it is not given."""
+        return self.by_name(*given).get(name)
+
+    def with_argument(self, given: Arguments, name: str, value: Any) -> Arguments:
+        """The arguments with another value for one of them."""
+        arguments, keywords = given
+        if name in keywords:
+            return arguments, {**keywords, name: value}
+        place = [*self.signature.parameters].index(name)
+        return (*arguments[:place], value, *arguments[place + 1 :]), {**keywords}
+
+    def by_position(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Arguments:
+        """The same arguments by position, as far as possible, since a pipe has arguments of its own with their names.
+
+        Raises:
+            TypeError: one of these names can be given by name only.
+        """
+        bound = self.signature.bind(*arguments, **keywords)
+        bound.apply_defaults()
+        named = {name: value for name, value in bound.kwargs.items() if name in keywords}
+        if taken := _OF_PIPE.intersection(named):
+            raise TypeError(
+                f"the forward takes {', '.join(map(repr, sorted(taken)))} by name only, and a pipe has arguments of "
+                "these names: let the forward take it by position, or rename it"
+            )
+        return bound.args, named
+
+    def split(
+        self, function: OwnSplit, arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int
+    ) -> list[Piece]:
+        """The micro-batches that a function of the user's makes of all arguments but the target, by their names."""
+        names = self.by_name(arguments, keywords)
         names.pop(self.target, None)
-        parts = checked_pieces(self.function, (), names, target, chunks)
+        parts = checked_pieces(function, (), names, target, chunks)
         if target is None:
             return parts
         return [(inputs, {**named, self.target: of}, of) for inputs, named, of in parts]
 
 
-def _positional(
-    signature: inspect.Signature, arguments: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments by position, as far as possible, since a pipe has arguments of its own with their names.
+class AttachedModel:
+    """A model to which a pipe is attached; the pipe knows it, and it does not know the pipe.
 
-    Raises:
-        TypeError: one of these names can be given by name only.
+    Args:
+        model: the model.
+        pipe: attached to it.
+        cuttable: of the model.
+        forward: what its forward takes.
     """
-    bound = signature.bind(*arguments, **keywords)
-    bound.apply_defaults()
-    named = {name: value for name, value in bound.kwargs.items() if name in keywords}
-    if taken := _OF_PIPE.intersection(named):
-        raise TypeError(
-            f"the forward takes {', '.join(map(repr, sorted(taken)))} by name only, and a pipe has arguments of these "
-            "names: let the forward take it by position, or rename it"
-        )
-    return bound.args, named
+
+    def __init__(self, model: nn.Module, pipe: Pipe, cuttable: Cuttable, forward: ForwardArguments) -> None:
+        self.model = model
+        self.adapter = cuttable.adapter
+        self.target = forward.target
+        self.forward = forward
+        self.containers = frozenset(cuttable.containers.values())  # each part has a copy of them
+        parts = [layer for layer in pipe if isinstance(layer, Part)]
+        self._following = Following(cuttable, parts, is_whole=len(pipe) == sum(pipe.balance))
+
+    def call_of(
+        self, pipe: Pipe, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        """Makes the pipe as the model is now.
+
+        Returns:
+            What the pipe is called with for these arguments of the model, and these by name.
+        """
+        keywords = self.adapter.mini_batch(keywords)
+        if not _OF_PIPE.isdisjoint(keywords):
+            arguments, keywords = self.forward.by_position(arguments, keywords)
+        self._following.update()
+        pipe.training = self.model.training
+        return arguments, keywords, self.forward.by_name(arguments, keywords)
 
 
-def with_argument(
-    signature: inspect.Signature, arguments: tuple[Any, ...], keywords: Mapping[str, Any], name: str, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the forward with another value for one of them."""
-    if name in keywords:
-        return arguments, {**keywords, name: value}
-    place = [*signature.parameters].index(name)
-    return (*arguments[:place], value, *arguments[place + 1 :]), {**keywords}
+class AttachedForward:
+    """The forward of a model to which a pipe is attached."""
 
+    def __init__(
+        self, attached: AttachedModel, pipe: Pipe, result: Any, place: LossPlace, outputs: Literal["last", "all"]
+    ) -> None:
+        self._attached, self._pipe, self._place, self._outputs = attached, pipe, place, outputs
+        self._form = nested.replaced(result, Tensor, lambda tensor: None)
+        self.__signature__ = attached.forward.signature
 
-def by_name(signature: inspect.Signature, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the forward by name."""
-    bound = signature.bind(*arguments, **keywords)
-    named = dict(bound.arguments)
-    for parameter in bound.signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            named.update(named.pop(parameter.name, {}))
-    return named
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """What the model returns for a batch; in training with the loss alone."""
+        attached, pipe = self._attached, self._pipe
+        model, target = attached.model, attached.target
+        if arguments and arguments[0] is model:  # Accelerate binds what it takes out of its wrapper again
+            arguments = arguments[1:]
+        if attached.adapter.is_generating(keywords):
+            self._refuse_to_generate()
+            return type(model).forward(model, *arguments, **keywords)
+        scale = None if "loss_scale" in self.__signature__.parameters else keywords.pop("loss_scale", None)
+        arguments, keywords, names = attached.call_of(pipe, arguments, keywords)
+        labels = names.get(target)
+        trains = model.training and torch.is_grad_enabled()
+        if labels is None:
+            return pipe(*arguments, **keywords, loss_scale=scale, outputs=self._outputs)
+        options = {"return_output": not trains, "loss_scale": scale, "outputs": self._outputs}
+        got = pipe(*arguments, **keywords, target=labels, **options)
+        loss, result = (got, None) if trains else got
+        if result is None:
+            result = attached.adapter.form(copy.copy(self._form), names)
+        return self._place.put(loss, result)
 
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    """Raises a ValueError for what changes how a whole model runs, and is to be put around it afterwards."""
-    name = next((each.__name__ for each in type(model).__mro__ if each.__name__ in _WRAPPERS), None)
-    if name is not None:
-        raise ValueError(
-            f"attach got a model in {name}, which would see the parts and not the model: {_WRAPPERS[name]}"
-        )
-
-
-_WRAPPERS: Final = {
-    "DistributedDataParallel": "attach the pipe to the model itself (.module), and wrap the model afterwards, or take "
-    "pipework.init(dp=...)",
-    "DataParallel": "attach the pipe to the model itself (.module), with devices= for all of them",
-    "FSDPModule": "stages hold whole parameters; attach the pipe to the model before fully_shard, or without it",
-    "FullyShardedDataParallel": "stages hold whole parameters; attach the pipe to the model itself (.module)",
-}
-
-
-def _balance(cuttable: Cuttable, settings: Settings) -> list[int]:
-    """How many units each stage has so that all take equally long; by their parameters where that is not measured."""
-    layers, backend = cuttable.sequential(), backend_for(settings.mesh, settings.devices)
-    assignment = assign(layers, settings.schedule, settings.chunks, None, backend.devices)
-    balance = list(assignment.partitioning.balance)
-    tensors = [*cuttable.model.parameters()]
-    if not backend.is_whole or any(each.is_meta or each.grad is not None for each in tensors) or len(balance) < 2:
-        return balance
-    return balance_by_time(
-        len(balance),
-        layers,
-        Message.first(cuttable.adapter.inputs(*cuttable.sample)),
-        devices=assignment.partitioning.devices,
-    )
+    def _refuse_to_generate(self) -> None:
+        """Raises a RuntimeError if other processes have some of the units: with a cache the model runs by itself."""
+        pipe, name = self._pipe, type(self._attached.model).__name__
+        if len(pipe) < sum(pipe.balance):
+            raise RuntimeError(
+                f"{name} was called with a cache, as generate() does, which needs all layers in one process, and this "
+                f"one has {len(pipe)} of {sum(pipe.balance)} stages: write the model with "
+                "pipework.save_pretrained(pipe, folder) on all ranks, and generate with from_pretrained(folder); or "
+                "call generate(..., use_cache=False) on all ranks, which runs in the pipe"
+            )

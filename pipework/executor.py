@@ -362,12 +362,10 @@ class Executor:
     def schedule(self, micro_batches: int | None) -> Schedule:
         """See `Pipe.schedule`."""
         count = self.settings.chunks if micro_batches is None else micro_batches
-        outside = self.settings.loss_fn is None and self.loss_may_be_outside(count)
-        return self._program(count, self.settings.checkpoint, inside=not outside).schedule
-
-    def loss_may_be_outside(self, micro_batches: int) -> bool:
-        """Whether the schedule of so many micro-batches has all backwards after all forwards."""
-        return self._program(micro_batches, self.settings.checkpoint, inside=False).loss_may_be_outside
+        mode, outside = self.settings.checkpoint, self.settings.loss_fn is None
+        if outside and (program := self._program(count, mode, inside=False)).loss_may_be_outside:
+            return program.schedule
+        return self._program(count, mode, inside=True).schedule
 
     def layer_replaced(self) -> None:
         """The stages still run the layer that was there before: the next mini-batch makes and checks them again."""

@@ -227,8 +227,8 @@ class LossSettings:
         how = "give Pipe a loss_fn and call" if self.loss_fn is None else "call"
         return ValueError(
             f"schedule {schedule!r} computes the loss inside and got no target: {how} {call}(x, target=y){where}"
-            ". For outputs alone use torch.no_grad() or pipe.eval(); for a loss outside of the pipe choose "
-            "schedule='gpipe'"
+            ". For outputs alone use torch.no_grad() or eval(); an attached model is called with its target; for a "
+            "loss outside of the pipe choose schedule='gpipe'"
         )
 
     def outside_of_one_rank(self, reader: int) -> ValueError:

@@ -93,6 +93,8 @@ def _of_one(value: Any) -> Any:
 class LossPlace:
     """The place of the loss: the whole result, its entry or attribute `loss`, or the first element of a tuple.
 
+    As the loss function of a pipe it reads what the model has computed.
+
     Attributes:
         key: "loss" or 0; None: the result is the loss.
     """
@@ -117,25 +119,36 @@ class LossPlace:
         loss = place.read(result)
         return place if isinstance(loss, Tensor) and not loss.dim() and loss.is_floating_point() else None
 
+    def __call__(self, result: Any, target: object) -> Any:
+        """The loss of a result."""
+        return self.read(result)
+
+    def _key_in(self, result: Any) -> str | int | None:
+        """A forward may return a plain tuple if it is asked for one."""
+        is_tuple = isinstance(result, tuple) and not hasattr(result, "loss")
+        return 0 if self.key is not None and is_tuple else self.key
+
     def read(self, result: Any) -> Any:
         """The loss of a result; None: there is none."""
-        if self.key is None:
+        key = self._key_in(result)
+        if key is None:
             return result
-        if isinstance(self.key, int):
-            return result[self.key] if result else None
-        return result.get(self.key) if isinstance(result, Mapping) else getattr(result, self.key, None)
+        if isinstance(key, int):
+            return result[key] if result else None
+        return result.get(key) if isinstance(result, Mapping) else getattr(result, key, None)
 
     def put(self, loss: Tensor, result: Any) -> Any:
         """The result with another loss."""
-        if self.key is None:
+        key = self._key_in(result)
+        if key is None:
             return loss
-        if isinstance(self.key, int):
+        if isinstance(key, int):
             return (loss, *result[1:])
         if isinstance(result, tuple):  # with names
-            return type(result)(**{**result._asdict(), self.key: loss})  # type: ignore[attr-defined]
+            return type(result)(**{**result._asdict(), key: loss})  # type: ignore[attr-defined]
         result = copy.copy(result)
         if isinstance(result, MutableMapping):
-            result[self.key] = loss
+            result[key] = loss
         else:
-            object.__setattr__(result, self.key, loss)  # also where the class is frozen
+            object.__setattr__(result, key, loss)  # also where the class is frozen
         return result
