@@ -7,6 +7,7 @@ their own, and glue between them.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 WIDTH, ROWS = 5, 24
+Step = Callable[[Any, list[Tensor], Tensor], Sequence[Tensor]]
 
 
 @dataclass
@@ -100,29 +102,27 @@ class RandomModule(nn.Module):
             the summands of a gradient in another order.
         draws: whether it draws random numbers.
         inputs: the names of what it takes beside `x` and `labels`.
+        steps: each a function from this module, or a copy of it, the tensors so far and a mask to further tensors.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.choices = [random.Random(seed)]  # in a list: a dry run looks at plain attributes
-        choose = self.choices[0]
+        choose = random.Random(seed)
         self.rounds = self.draws = False
         self.inputs = [name for name in ("second", "keep", "factor") if choose.random() < 0.5]
-        self.units, self.named = nn.ModuleList(), nn.ModuleDict()
+        self.units = nn.ModuleList()
         self.stem, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.full((WIDTH,), 0.9))
         self.register_buffer("offsets", torch.linspace(0, 1, WIDTH))
-        self.groups = 0
         self.returns = choose.choice(["dict", "tuple", "dataclass", "loss"])
-        self.steps: list[tuple[Any, ...]] = []
+        self.steps: list[Step] = []
         self.count = 1  # of the tensors that the forward has
         makers = [getattr(self, name) for name in dir(type(self)) if name.startswith("make_")]
         for _ in range(choose.randint(4, 12)):
-            choose.choice(makers)()
+            choose.choice(makers)(choose)
         while len(self.units) < 4:
-            self.make_unit()
+            self.make_unit(choose)
         self.taken = sorted({self.count - 1, *(choose.randrange(self.count) for _ in range(choose.randint(0, 2)))})
         self.rounds |= len(self.taken) > 1
-        del self.choices
 
     def forward(
         self,
@@ -136,8 +136,8 @@ class RandomModule(nn.Module):
         # What glue computes without gradients, each part computes again.
         mask = (x > 0).to(x.dtype) if keep is None else keep.to(x.dtype)
         values = [self.stem(x if second is None else x + second)]
-        for kind, *rest in self.steps:
-            values += getattr(self, f"run_{kind}")(values, mask * factor, *rest)
+        for step in self.steps:
+            values += step(self, values, mask * factor)
         result = sum((values[each] for each in self.taken[1:]), values[self.taken[0]])
         if labels is None:
             return result
@@ -148,156 +148,149 @@ class RandomModule(nn.Module):
             return loss, result, values[-1]
         return {"loss": loss, "states": [values[-1]]} if self.returns == "dict" else Result(loss, result)
 
-    def some(self) -> int:
+    def some(self, choose: random.Random) -> int:
         """One of the tensors so far, often the last one."""
-        choose = self.choices[0]
         return self.count - 1 if choose.random() < 0.7 else choose.randrange(self.count)
 
-    def add(self, kind: str, *rest: Any, gives: int = 1) -> None:
-        self.steps.append((kind, *rest))
+    def add(self, step: Step, gives: int = 1) -> None:
+        self.steps.append(step)
         self.count += gives
 
     def unit(self, module: nn.Module) -> int:
         self.units.append(module)
         return len(self.units) - 1
 
-    def make_unit(self) -> None:
-        p = 0.3 if self.choices[0].random() < 0.2 else 0.0
+    def add_unit(self, module: nn.Module, given: int) -> None:
+        number = self.unit(module)
+        self.add(lambda net, values, mask: [net.units[number](values[given])])
+
+    def make_unit(self, choose: random.Random) -> None:
+        p = 0.3 if choose.random() < 0.2 else 0.0
         self.draws |= p > 0
-        self.add("unit", self.unit(Dense(p)), self.some(), self.choices[0].random() < 0.5)
+        self.add_unit(Dense(p), self.some(choose))
 
-    def run_unit(self, values: Any, mask: Any, number: int, given: int, is_masked: bool) -> Any:
-        return [self.units[number](values[given], mask) if is_masked else self.units[number](values[given])]
+    def make_masked(self, choose: random.Random) -> None:
+        number, given = self.unit(Dense()), self.some(choose)
+        self.add(lambda net, values, mask: [net.units[number](values[given], mask)])
 
-    def make_again(self) -> None:
+    def make_again(self, choose: random.Random) -> None:
         numbers = [number for number, unit in enumerate(self.units) if type(unit) is Dense]
         if numbers:
             self.rounds = True
-            self.add("unit", self.choices[0].choice(numbers), self.some(), False)
+            number, given = choose.choice(numbers), self.some(choose)
+            self.add(lambda net, values, mask: [net.units[number](values[given])])
 
-    def make_named(self) -> None:
-        name = f"unit{len(self.named)}"
-        self.named[name] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.add("named", name, self.some())
+    def make_named(self, choose: random.Random) -> None:
+        kinds = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3), nn.ReLU()]
+        module, given = choose.choice(kinds), self.some(choose)
+        self.draws |= isinstance(module, nn.Dropout)
+        name = f"named{self.count}"
+        self.add_module(name, module)
+        self.add(lambda net, values, mask: [getattr(net, name)(values[given])])
 
-    def run_named(self, values: Any, mask: Any, name: str, given: int) -> Any:
-        return [self.named[name](values[given])]
+    def make_joining(self, choose: random.Random) -> None:
+        number, first, second = self.unit(Joining()), self.some(choose), self.some(choose)
+        self.add(lambda net, values, mask: net.units[number]({"first": values[first], "second": values[second]}), 2)
 
-    def make_joining(self) -> None:
-        self.add("joining", self.unit(Joining()), self.some(), self.some(), gives=2)
-
-    def run_joining(self, values: Any, mask: Any, number: int, first: int, second: int) -> Any:
-        return self.units[number]({"first": values[first], "second": values[second]})
-
-    def make_wrapping(self) -> None:
-        is_dict, counts = self.choices[0].random() < 0.5, self.choices[0].random() < 0.3
+    def make_wrapping(self, choose: random.Random) -> None:
+        is_dict, counts = choose.random() < 0.5, choose.random() < 0.3
         self.rounds |= counts
-        self.add("wrapping", self.unit(Wrapping(is_dict=is_dict)), self.some(), counts)
+        number, given = self.unit(Wrapping(is_dict=is_dict)), self.some(choose)
 
-    def run_wrapping(self, values: Any, mask: Any, number: int, given: int, counts: bool) -> Any:
-        output = self.units[number](values[given])
-        output = Output(**output) if isinstance(output, dict) else output
-        assert output.nothing is None
-        return [output.value * output.count if counts else output.value]
+        def step(net: Any, values: Any, mask: Any) -> Any:
+            output = net.units[number](values[given])
+            output = Output(**output) if isinstance(output, dict) else output
+            assert output.nothing is None
+            return [output.value * output.count if counts else output.value]
 
-    def make_group(self) -> None:
-        name, adds = f"group{self.groups}", self.choices[0].random() < 0.3
-        self.groups += 1
+        self.add(step)
+
+    def make_group(self, choose: random.Random) -> None:
+        adds, name, given = choose.random() < 0.3, f"group{self.count}", self.some(choose)
         self.rounds |= adds
-        setattr(self, name, Group(self.choices[0].randint(1, 3), adds=adds))
-        self.add("group", name, self.some())
+        self.add_module(name, Group(choose.randint(1, 3), adds=adds))
+        self.add(lambda net, values, mask: [getattr(net, name)(values[given], mask)])
 
-    def run_group(self, values: Any, mask: Any, name: str, given: int) -> Any:
-        return [getattr(self, name)(values[given], mask)]
-
-    def make_listing(self) -> None:
-        which = self.choices[0].randrange(4)
+    def make_listing(self, choose: random.Random) -> None:
+        which = choose.randrange(4)
         self.rounds |= which < 3
-        self.add("listing", self.unit(Listing()), self.some(), which)
+        number, given = self.unit(Listing()), self.some(choose)
 
-    def run_listing(self, values: Any, mask: Any, number: int, given: int, which: int) -> Any:
-        got = self.units[number](values[given])
-        same, view, inside = got
-        got.clear()
-        inside.append(inside.pop(0))
-        if which == 0:
-            return [same + inside[0]]
-        if which == 1:
-            return [functional.pad(view, (0, 1))]
-        return [inside[0] * self.scale if which == 2 else inside[1]]
+        def step(net: Any, values: Any, mask: Any) -> Any:
+            got = net.units[number](values[given])
+            same, view, inside = got
+            got.clear()
+            inside.append(inside.pop(0))
+            ways = [
+                lambda: same + inside[0],
+                lambda: functional.pad(view, (0, 1)),
+                lambda: inside[0] * net.scale,
+                lambda: inside[1],
+            ]
+            return [ways[which]()]
 
-    def make_classes(self) -> None:
+        self.add(step)
+
+    def make_classes(self, choose: random.Random) -> None:
         self.rounds = True
-        self.add("classes", self.unit(Classes()), self.unit(nn.Embedding(3, WIDTH)), self.some())
+        number, words, given = self.unit(Classes()), self.unit(nn.Embedding(3, WIDTH)), self.some(choose)
 
-    def run_classes(self, values: Any, mask: Any, number: int, words: int, given: int) -> Any:
-        found = self.units[number](values[given])
-        return [self.units[words](torch.where(found > 0, found, 1)) + values[given]]
+        def step(net: Any, values: Any, mask: Any) -> Any:
+            found = net.units[number](values[given])
+            return [net.units[words](torch.where(found > 0, found, 1)) + values[given]]
 
-    def make_ungraded(self) -> None:
+        self.add(step)
+
+    def make_ungraded(self, choose: random.Random) -> None:
         self.rounds = True
-        self.add("ungraded", self.unit(Dense()), self.some())
+        number, given = self.unit(Dense()), self.some(choose)
 
-    def run_ungraded(self, values: Any, mask: Any, number: int, given: int) -> Any:
-        with torch.no_grad():
-            y = self.units[number].forward(values[given])
-        return [values[given] + y]
+        def step(net: Any, values: Any, mask: Any) -> Any:
+            with torch.no_grad():
+                y = net.units[number].forward(values[given])
+            return [values[given] + y]
 
-    def make_before_in_place(self) -> None:
+        self.add(step)
+
+    def make_before_in_place(self, choose: random.Random) -> None:
         self.rounds = True
-        first = self.unit(nn.Linear(WIDTH, WIDTH))
-        self.add("before_in_place", first, self.name_of(nn.ReLU(inplace=True)), self.some(), gives=2)
+        first, second, given = self.unit(nn.Linear(WIDTH, WIDTH)), self.unit(nn.ReLU(inplace=True)), self.some(choose)
 
-    def run_before_in_place(self, values: Any, mask: Any, first: int, name: str, given: int) -> Any:
-        y = self.units[first](values[given])
-        before = y * 2
-        return [before, self.named[name](y)]
+        def step(net: Any, values: Any, mask: Any) -> Any:
+            y = net.units[first](values[given])
+            return [y * 2, net.units[second](y)]
 
-    def make_norm(self) -> None:
-        self.add("named", self.name_of(nn.BatchNorm1d(WIDTH)), self.some())
+        self.add(step, 2)
 
-    def make_relu(self) -> None:
-        first = self.unit(nn.Linear(WIDTH, WIDTH))
-        self.add("unit", first, self.some(), False)
-        self.add("named", self.name_of(nn.ReLU()), self.count - 1)
+    def make_tied(self, choose: random.Random) -> None:
+        dense = [unit for unit in self.units if type(unit) is Dense]
+        if len(dense) > 1:
+            self.rounds = True
+            dense[-1].outer.bias = dense[0].outer.bias
 
-    def make_dropout(self) -> None:
-        self.draws = True
-        self.add("named", self.name_of(nn.Dropout(0.3)), self.some())
-
-    def name_of(self, module: nn.Module) -> str:
-        name = f"unit{len(self.named)}"
-        self.named[name] = module
-        return name
-
-    def make_glue(self) -> None:
-        kind = self.choices[0].choice(
-            ["residual", "scale", "dropout", "cat", "in_place", "detach", "tied", "offset", "tied_parameter"]
-        )
+    def make_glue(self, choose: random.Random) -> None:
+        kind = choose.choice(["residual", "scale", "dropout", "cat", "in_place", "detach", "tied", "offset"])
         self.rounds |= kind != "detach"
         self.draws |= kind == "dropout"
-        if kind == "tied_parameter":
-            dense = [unit for unit in self.units if type(unit) is Dense]
-            if len(dense) > 1:
-                dense[-1].outer.bias = dense[0].outer.bias
-            return
-        self.add("glue", kind, self.some(), self.some())
-        if kind == "detach":  # a unit behind it, so that the loss has a graph
-            self.add("unit", self.unit(Dense()), self.count - 1, False)
+        one, other = self.some(choose), self.some(choose)
 
-    def run_glue(self, values: Any, mask: Any, kind: str, one: int, other: int) -> Any:
-        x = values[one]
-        ways = {
-            "residual": lambda: x + values[other],
-            "scale": lambda: x * self.scale,
-            "dropout": lambda: functional.dropout(x, 0.3, self.training),
-            "cat": lambda: torch.cat([x, values[other]], 1)[:, 1 : WIDTH + 1],
-            "in_place": lambda: (x.clone() if one % 2 else x + 0).mul_(0.5),
-            "detach": x.detach,
-            "tied": lambda: functional.linear(x, self.stem.weight),
-            "offset": lambda: x + self.offsets,
-        }
-        return [ways[kind]()]
+        def step(net: Any, values: Any, mask: Any) -> Any:
+            x = values[one]
+            ways = {
+                "residual": lambda: x + values[other],
+                "scale": lambda: x * net.scale,
+                "dropout": lambda: functional.dropout(x, 0.3, net.training),
+                "cat": lambda: torch.cat([x, values[other]], 1)[:, 1 : WIDTH + 1],
+                "in_place": lambda: (x.clone() if one % 2 else x + 0).mul_(0.5),
+                "detach": x.detach,
+                "tied": lambda: functional.linear(x, net.stem.weight),
+                "offset": lambda: x + net.offsets,
+            }
+            return [ways[kind]()]
+
+        self.add(step)
+        if kind == "detach":  # a unit behind it, so that the loss has a graph
+            self.add_unit(Dense(), self.count - 1)
 
 
 @dataclass
