@@ -233,6 +233,25 @@ class Frozen(Plain):
             block.requires_grad_(False)
 
 
+class Deep(nn.Module):
+    """Units of several sizes, one without parameters, and a mask that all blocks read."""
+
+    def __init__(self, blocks: int = 13) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.squash = nn.Tanh()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        keep = None if mask is None else mask.to(x.dtype)
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, keep)
+        return loss_of(self.head(self.norm(self.squash(x))), labels)
+
+
 class Typed(nn.Module):
     """Glue asks units for their class, truth, length and attributes."""
 

@@ -80,19 +80,14 @@ def test_compiled_before(compiles: Callable[..., None], options: dict[str, Any])
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize("how", ["blocks", "pipe"])
-def test_compiled_after(how: str) -> None:
+def test_compiled_after() -> None:
     model, backend = Chain(), Counting()
     plain = copy.deepcopy(model)
     pipe = attached(model, batch_of(Chain), chunks=4, balance=[3, 3])
-    if how == "blocks":
-        in_place(model, backend)
-    else:
-        pipe.compile(backend=backend)  # the units: the forward around them is not compiled
+    pipe.compile(backend=backend)  # the units: the forward around them is not compiled
     check(model, plain)
     # The blocks are alike. Before 2.15, PyTorch traces no module of its own that is called alone.
-    traces_its_own = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
-    assert backend.graphs == (3 if traces_its_own and how == "pipe" else 1)
+    assert backend.graphs == (3 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15) else 1)
 
 
 def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:

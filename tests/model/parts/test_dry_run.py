@@ -51,24 +51,20 @@ def test_units_compute_nothing_and_nothing_changes() -> None:
             assert x.is_meta
             return super().forward(x)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Costly(WIDTH, WIDTH) for _ in range(3))
-
+    class Model(nn.ModuleList):
         def forward(self, x: Tensor) -> Tensor:
             x += 1
-            for layer in self.layers:
+            for layer in self:
                 x = layer(x)
                 x *= 2
             return x
 
-    model, x = Model(), torch.zeros(2, WIDTH)
+    model, x = Model(Costly(WIDTH, WIDTH) for _ in range(3)), torch.zeros(2, WIDTH)
     state = torch.get_rng_state()
     cuttable = Cuttable(model, x, blocks=None)
     assert not x.any()
     assert torch.equal(state, torch.get_rng_state())
-    assert cuttable.trace.changed == {"input x", "layers.0#0", "layers.1#0", "layers.2#0"}
+    assert cuttable.trace.changed == {"input x", "0#0", "1#0", "2#0"}
 
 
 def test_a_model_on_the_meta_device() -> None:
@@ -101,29 +97,23 @@ def test_values_that_the_forward_reads_go_to_all_parts(by_unit: bool, read: tupl
     assert END in uses[Source(*read)]
 
 
+class Holder:
+    def __init__(self, inside: Tensor) -> None:
+        self.inside = inside
+
+
 class Hiding(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
         return iter([y]) if self.in_features == 2 else [Holder(y)]
 
 
-class Holder:
-    def __init__(self, inside: Tensor) -> None:
-        self.inside = inside
-
-
 @pytest.mark.parametrize(("width", "kind"), [(2, "list_iterator"), (3, "Holder")])
 def test_tensors_that_cannot_be_sent_are_refused(width: int, kind: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Hiding(width, width) for _ in range(2))
-
+    class Model(nn.ModuleList):
         def forward(self, x: Tensor) -> Any:
-            self.layers[0](x)
-            return self.layers[1](x)
+            return [layer(x) for layer in self]
 
-    with pytest.raises(
-        CannotCut, match=rf"layers.0#0 returned an object of type {kind}, which holds its tensors where"
-    ):
-        Cuttable(Model(), torch.ones(1, width), blocks=None)
+    message = rf"0#0 returned an object of type {kind}, which holds its tensors where"
+    with pytest.raises(CannotCut, match=message):
+        Cuttable(Model(Hiding(width, width) for _ in range(2)), torch.ones(1, width), blocks=None)

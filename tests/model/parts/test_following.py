@@ -34,7 +34,8 @@ class Model(nn.Module):
         self.inner = Inner()
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.inner(self.first(x) + self.position), labels)
+        dtype = next(self.parameters()).dtype  # perhaps of a parameter of another part
+        return nn.functional.mse_loss(self.inner(self.first(x.to(dtype)) + self.position), labels.to(dtype))
 
 
 def batch() -> dict[str, Tensor]:
@@ -66,22 +67,8 @@ def assign(model: nn.Module) -> None:
     model.load_state_dict(state, assign=True)
 
 
-@pytest.mark.parametrize("change", [replace, replace_inside, assign])
-def test_parameters_around_units_may_be_replaced(change: Callable[[nn.Module], None]) -> None:
+def test_parameters_may_be_replaced_for_one_call_and_for_good() -> None:
     model = with_pipe()
-    step(model)
-    plain = copy.deepcopy(model)
-    del plain.forward
-    for each in (model, plain):
-        each.zero_grad()
-        change(each)
-    expected = step(plain)
-    for name, gradient in step(model).items():
-        torch.testing.assert_close(gradient, expected[name], msg=name)
-
-
-def test_functional_call_takes_the_parameters_that_it_is_given() -> None:
-    model = with_pipe().eval()
     others = {name: parameter + 0.1 for name, parameter in model.named_parameters()}
     plain = copy.deepcopy(model)
     del plain.forward
@@ -89,6 +76,13 @@ def test_functional_call_takes_the_parameters_that_it_is_given() -> None:
         for parameters in (others, {}):
             losses = [torch.func.functional_call(each, parameters, (), batch()) for each in (model, plain)]
             torch.testing.assert_close(*losses)
+    for change in (replace, replace_inside, assign):
+        for each in (model, plain):
+            each.zero_grad()
+            change(each)
+        expected = step(plain)
+        for name, gradient in step(model).items():
+            torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
 def forward_of(model: Any) -> None:
@@ -118,31 +112,16 @@ def test_what_parts_cannot_follow_is_refused(change: Callable[[nn.Module], Any],
         step(model)
 
 
-def test_hooks_on_units_and_on_the_model_are_followed() -> None:
+def test_hooks_on_units_and_on_the_model_and_another_dtype_are_followed() -> None:
     model, calls = with_pipe(), []
     model.first.register_forward_hook(lambda *given: calls.append("unit"))
     model.register_forward_hook(lambda *given: calls.append("model"))
-    model.eval()
-    with torch.no_grad():
-        model(**batch())
-    assert sorted(calls) == ["model", *["unit"] * 4]
-
-
-class Casts(Model):
-    """Asks for the dtype of parameters that other parts have, as `self.dtype` of transformers does."""
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        dtype = next(self.parameters()).dtype
-        return nn.functional.mse_loss(self.inner(self.first(x.to(dtype)) + self.position), labels.to(dtype))
-
-
-def test_a_dtype_that_is_changed_later() -> None:
-    model = Casts()
-    attach(model, batch(), chunks=4, balance=[3, 2], devices=["cpu"] * 2)
-    model.double()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(model.double())
     del plain.forward
-    torch.testing.assert_close(model(**batch()), plain(**batch()), rtol=1e-12, atol=0)
+    with torch.no_grad():
+        loss = model(**batch())
+        assert sorted(calls) == ["model", *["unit"] * 4]
+        torch.testing.assert_close(loss, plain(**batch()), rtol=1e-12, atol=0)
 
 
 def test_a_number_that_changes_in_each_step_does_not_make_each_step_watched(monkeypatch: pytest.MonkeyPatch) -> None:

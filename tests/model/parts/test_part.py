@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipework.attached import to_sequential
 from pipework.model.parts.leaves import Absent
 from pipework.values import nested
+from tests.integrations.tiny import llama
 from tests.model.parts.models import WIDTH, Block
 
 
@@ -87,26 +87,14 @@ def test_a_forward_that_ends_too_early_is_refused() -> None:
     assert third(second(first(torch.ones(2, WIDTH)))).shape == (2, WIDTH)
 
 
-ROWS, TOKENS, HIDDEN, HEAD = 2, 16, 32, 8
-
-
 def test_a_message_of_a_decoder() -> None:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=HIDDEN // HEAD, num_key_value_heads=2, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    )  # fmt: skip
-    ids = torch.randint(3, 64, (ROWS, TOKENS))
+    """No mask of all pairs of tokens, which each layer computes from the ids; positions as long as they are read."""
+    ids = torch.randint(3, 37, (2, 16))
     mask = torch.ones_like(ids)
-    mask[0, -3:] = 0  # so that each layer gets a mask of all pairs of tokens
+    mask[0, -3:] = 0
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
-    value = batch
-    parts = to_sequential(LlamaForCausalLM(config), batch)
-    sent = []
-    for number, part in enumerate(list(parts)[:-1]):
-        value = part(**value) if number == 0 else part(value)
-        tensors, _ = nested.flatten(value)
-        sent.append([tensor for tensor in tensors if tensor.is_floating_point()])
-        assert sum(tensor.nbytes for tensor in tensors if not tensor.is_floating_point()) == 3 * ids.nbytes
-    positions = [[1, TOKENS, HEAD]] * 2  # computed once, by a module that is given hidden states
-    shapes = [sorted(list(tensor.shape) for tensor in tensors) for tensors in sent]
-    assert shapes == [[*positions, [ROWS, TOKENS, HIDDEN]]] * 4 + [[[ROWS, TOKENS, HIDDEN]]] * 2
+    *sent, _ = messages(to_sequential(llama(), batch), **batch)
+    shapes = [sorted(tuple(each.shape) for each in nested.flatten(message)[0]) for message in sent]
+    given, hidden = [(2, 16)] * 3, (2, 16, llama().config.hidden_size)
+    positions = [(1, 16, llama().model.layers[0].self_attn.head_dim)] * 2
+    assert shapes == [sorted([*given, *positions, hidden])] * 2 + [sorted([*given, hidden])] * 2

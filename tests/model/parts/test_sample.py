@@ -7,7 +7,6 @@ from torch import Tensor
 
 from pipework import MicroBatches, NoChunk
 from pipework.model.parts.sample import LossPlace, arguments_of, few_rows, single_rows
-from tests.programs import RunPython
 
 X = torch.randn(8, 9)
 
@@ -47,43 +46,6 @@ def test_of_given_micro_batches_the_first_is_the_sample() -> None:
     given = MicroBatches([X, X + 1])
     assert few_rows({"x": given})[1]["x"] is given[0]
     assert single_rows({"x": given}) == []
-
-
-PEAKS = """
-import resource, torch, pipework
-from transformers import LlamaConfig, LlamaForCausalLM
-from tests.integrations.tiny import batch, with_pipe, llama
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-def model():
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=60_000, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        pad_token_id=2,
-    ))
-
-with_pipe(llama())  # imports what it needs
-ids = torch.randint(60_000, (8, 128))
-sample, logits = {"input_ids": ids, "labels": ids}, 4 * 60_000 * ids.numel()
-with torch.device("meta"):
-    empty = model()
-full = model()
-before = peak()
-pipework.to_sequential(empty, sample)
-print((peak() - before) / logits)
-pipework.attach(full, sample, chunks=4, devices=["cpu", "cpu"])
-print((peak() - before) / logits)
-"""
-
-
-@pytest.mark.thorough
-def test_a_sample_takes_the_memory_of_a_step_of_two_rows(run_python: RunPython) -> None:
-    """In units of the logits of eight rows, of which a step of two takes three quarters."""
-    done = run_python(["-c", PEAKS])
-    on_meta, attached = map(float, done.stdout.split())
-    assert on_meta < 0.8, done
-    assert attached < 1.3, done
 
 
 class Named(NamedTuple):
