@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
-from pipework.schedule import Channel, Costs, Schedule, from_csv, from_json
+from pipework.schedule import KINDS, Channel, Costs, Schedule, from_csv, from_json
 from pipework.schedule.argument_checks import unknown_name
 
 if TYPE_CHECKING:
@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 # Short names of costs.
 _SHORT: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient", "R": "recompute",
-        "c": "transfer", "A": "activation",
-    }
-)  # fmt: skip
+    {kind: KINDS[kind].cost for kind in KINDS.letters(scope="micro-batch")} | {"c": "transfer", "A": "activation"}
+)
 
 FILES: Final = ".csv, .json"
 

@@ -130,3 +130,4 @@ def test_a_pipe_runs_its_handler(monkeypatch):
     assert recording.costs().unshard[0] > 0
     assert recording.predicted().makespan > 0
     assert ">offload<" in svg(recording.timeline())
+    assert ">load<" in svg(pipe.predict(x, target=y, timeout=0).simulation.timeline)

@@ -35,7 +35,7 @@ def device_peaks(
     Returns:
         The bytes of each device at its peak, without what is there before the step.
     """
-    memory = _Memory(measured, devices, timeline.intervals, outputs)
+    memory = _Memory(measured, devices, timeline, outputs)
     moments: list[tuple[float, int, Interval]] = []
     for interval in timeline.intervals:
         moments.append((interval.start, 1, interval))
@@ -57,11 +57,13 @@ class _Memory:
         self,
         measured: Sequence[ActionBytes],
         devices: Sequence[torch.device],
-        intervals: Sequence[Interval],
+        timeline: Timeline,
         outputs: Sequence[int],
     ) -> None:
         self._measured, self._devices, self._outputs = measured, devices, outputs
-        self._recomputed = {each.action[1:3] for each in intervals if each.action.kind == "R"}
+        self._table = timeline.table
+        again = {kind for kind, row in self._table.items() if row.leaves}
+        self._recomputed = {each.action[1:3] for each in timeline.intervals if each.action.kind in again}
         self._kept: dict[tuple[Hashable, int, int], int] = {}  # by what it is, stage and micro-batch
         self._live: dict[torch.device, int] = defaultdict(int)  # the sum of that
         self._needed: dict[torch.device, dict[Interval, Need]] = defaultdict(dict)  # by the actions that run now
@@ -82,8 +84,13 @@ class _Memory:
         """An action begins."""
         one = self._measured[stage]
         later = ("gradients", stage, 0) in self._kept
-        need = one.forward if kind in "FR" else (one.weight if kind == "W" else one.backward)[later]
-        if kind == "F" and (stage, micro_batch) in self._recomputed:
+        row = self._table[kind]
+        need = Need(0, 0)
+        if row.adds:
+            need = (one.backward if row.reads else one.weight)[later]
+        elif row.reads:
+            need = one.forward
+        if row.gives == "F" and (stage, micro_batch) in self._recomputed:
             # The first one runs on a copy of its input, see `StageRun`.
             more = one.clones + (0 if stage in self._copied else one.given)
             self._copied.add(stage)
@@ -99,8 +106,12 @@ class _Memory:
         shares = not is_last and self._devices[stage + 1] == device
         graph = one.kept_with_output if shares else one.kept
         checkpointed = (stage, micro_batch) in self._recomputed
-        if kind == "F":
-            self._keep("graph", stage, micro_batch, one.clones if checkpointed else graph)
+        row = self._table[kind]
+        sizes = {"activation": graph, "checkpoint_activation": one.clones, "waiting": one.waiting}
+        holds = "checkpoint_activation" if checkpointed and row.gives == "F" else row.holds
+        if holds is not None:
+            self._keep("graph", stage, micro_batch, sizes.get(holds, 0))
+        if row.gives == "F":
             if is_last and self._outputs:
                 self._keep("output", stage, micro_batch, 2 * self._outputs[micro_batch])
             elif not is_last and (checkpointed or not shares):
@@ -109,11 +120,9 @@ class _Memory:
                 size, alone = one.stashed[key]
                 in_graph = not checkpointed and self._devices[to_stage] == device  # but for `alone`
                 self._keep(("skip", key), to_stage, micro_batch, alone if in_graph else size)
-        elif kind == "R":
-            self._keep("graph", stage, micro_batch, graph)
-        if kind in "BI":
-            waits = kind == "I" and one.input_waits > 0
-            self._free(stage, micro_batch, "graph", "gradient", *(() if waits else ("input",)))
+        if row.gives == "B":
+            waits = row.holds == "waiting" and one.input_waits > 0
+            self._free(stage, micro_batch, "gradient", *(() if waits else ("input",)))
             if shares and ("input waits", stage + 1, micro_batch) in self._kept:  # the output, which was not copied
                 self._keep("input", stage + 1, micro_batch, self._measured[stage + 1].given)
             if waits:
@@ -124,10 +133,8 @@ class _Memory:
                 self._free(stage, micro_batch, ("skip", key))
                 self._keep(("skip gradient", key, stage), self._sources[key], micro_batch, gradient)
             self._free(stage, micro_batch, *[("skip gradient", *skip) for skip in self._skips[stage]])
-        if kind == "I":
-            self._keep("waiting", stage, micro_batch, one.waiting)
-        if kind in "BW":
-            self._free(stage, micro_batch, "waiting", "input", "input waits")
+        if row.holds == "":
+            self._free(stage, micro_batch, "input", "input waits")
             self._keep("gradients", stage, 0, one.gradients)
         self._see()
 
