@@ -11,7 +11,7 @@ from torch import nn
 from pipework.runtime.transport import LocalTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from pipework.assignment.assignment import Assignment
     from pipework.autograd.factor import Factor
     from pipework.model.mini_batch import MiniBatch
+    from pipework.runtime.engine import Engine
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
     from pipework.runtime.run_spec import RunSpec
     from pipework.runtime.skips.skip import Skip
     from pipework.runtime.transport import Transport
-    from pipework.runtime.worker_threads import WorkerThreads
     from pipework.schedule import Interval
     from pipework.settings import Settings
 
@@ -42,7 +42,7 @@ class PipeSpec:
         settings: what the user asked for.
         key: of the random values of layers on the meta device; None: there are none.
         tensors: the parameters and buffers of this process's stages, by name.
-        open_workers: starts the pipe's workers, if they do not run, and passes them to `Backend.use`.
+        open_workers: the pipe's engine, whose workers are started if they do not run.
     """
 
     module: nn.Sequential
@@ -52,7 +52,7 @@ class PipeSpec:
     settings: Settings
     key: int | None
     tensors: Iterable[tuple[str, Tensor]]
-    open_workers: Callable[[], object]
+    open_workers: Callable[[], Engine]
 
 
 class StepCall(NamedTuple):
@@ -196,15 +196,9 @@ class Backend:
             TimeoutError: a process has not come.
         """
 
-    def use(self, workers: WorkerThreads) -> None:
-        """Calls that wait for other processes run on these threads from now on."""
-
     def program(self, program: Program, skips: Sequence[Skip]) -> Program:
         """The program with the transfers that these workers need; threads hand values on as they are made."""
         return program
-
-    def check_copyable(self) -> None:
-        """Raises a TypeError if a copy of the pipe, which has workers of its own, would not work."""
 
     # ---- a call -----------------------------------------------------------------------------------------------------
 
@@ -222,9 +216,6 @@ class Backend:
             SystemExit: training is to stop, and the program did not ask `stopping`.
         """
         return contextlib.nullcontext()
-
-    def check_inputs(self, inputs: Collection[Any]) -> None:
-        """Raises a TypeError if inputs are missing in a process that must read them."""
 
     def begin(self, call: StepCall, batch: MiniBatch | None, inputs: Any, target: Any) -> StepCall:
         """What all processes know of a call; here the key is drawn later, when the call has been checked.

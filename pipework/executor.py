@@ -21,7 +21,7 @@ from pipework.model.marks import has_micro_batches, in_micro_batches
 from pipework.model.mini_batch import MiniBatch, requires_gradients
 from pipework.model.row_dimensions import Layout
 from pipework.runtime.caller_context import CallerContext
-from pipework.runtime.engine import make_engine
+from pipework.runtime.engine import Engine
 from pipework.runtime.failure import add_note
 from pipework.runtime.program import Program
 from pipework.runtime.random.streams import Key
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from pipework.model.mini_batch import Outputs
     from pipework.model.sequential import TupleRule
     from pipework.planning.measuring.predict import Prediction
-    from pipework.runtime.engine import Engine
     from pipework.runtime.transport import Message
     from pipework.schedule import Schedule
     from pipework.settings import Settings
@@ -386,18 +385,15 @@ class Executor:
                     refuse_shared_statistics(partitions)
                     self.skips = self._skips_between(partitions)
                 self._deferred = [module for module in self._layers.modules() if isinstance(module, DeferredBatchNorm)]
-                self._engine = make_engine(
+                self._engine = Engine(
                     self._partitions,
-                    self._assignment.partitioning.balance,
-                    self._devices,
-                    self._assignment.placement,
+                    self._assignment,
                     self.skips,
-                    backend=self._backend,
+                    self._backend,
                     tuples=self.tuples,
                     loss=self.settings.loss_fn if isinstance(self.settings.loss_fn, nn.Module) else None,
                     one_thread=ONE_THREAD in self.settings.debug,
                 )
-                self._backend.use(self._engine.workers)
             return self._engine
 
     @property
@@ -436,8 +432,6 @@ class Executor:
 
     def _split(self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any]) -> MiniBatch:
         """The mini-batch in micro-batches."""
-        if not keyword_inputs:
-            self._backend.check_inputs(inputs)
         return mini_batch.split(inputs, keyword_inputs, self.settings.chunks, self._devices[0], self.layout)
 
     def _refuse_checkpoint_around(self, batch: MiniBatch) -> None:

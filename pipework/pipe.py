@@ -532,7 +532,11 @@ class Pipe(Layers):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, each with an executor of its own."""
-        self._backend.check_copyable()
+        if not self._backend.is_whole:
+            raise TypeError(
+                "a pipe whose workers are processes cannot be copied or pickled: copy its layers, or save it with "
+                "pipework.save_checkpoint"
+            )
         return {**self.__dict__, "_executor": copy(self._executor)}
 
 

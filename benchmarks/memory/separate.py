@@ -6,7 +6,6 @@ none of them. On devices of their own each has its copy; only then has a stage a
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -103,12 +102,11 @@ def with_separate_memories(pipe: Pipe, storages: LiveStorages, *, when_taken: bo
         storages: the tracker.
         when_taken: a copy counts when the receiver takes it, not when it departs; the caller's rows are copied, too.
     """
-    executor: Any = pipe._executor
-    engine = executor.engine_in_use()
+    engine: Any = pipe._executor.engine_in_use()
     workers = range(len(engine.devices))
     make = TakingLink if when_taken else CopyingLink
     links = {(a, b): make(storages, b) if a != b or when_taken else None for a in workers for b in workers}
-    executor._engine = dataclasses.replace(engine, links=links, backend=WatchedBackend(storages, engine.placement))
+    engine.links, engine.backend = links, WatchedBackend(storages, engine.placement)
     for stage, (here, there) in zip(engine.stages.values(), itertools.pairwise((*engine.placement, -1)), strict=True):
-        stage.shares_output = here == there  # as make_engine says of stages on different devices
+        stage.shares_output = here == there  # as Engine says of stages on different devices
     return pipe

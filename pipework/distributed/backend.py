@@ -35,7 +35,7 @@ from pipework.timeline.shared_clock import intervals_as_text, intervals_from_tex
 from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -181,26 +181,11 @@ class DistributedBackend(PeerGroup):
         reduces = self.data_parallel_size > 1 or bool(fsdp_modules(self._own))
         return program.across(hops, reduces=reduces, whole_stages=self.mesh.whole_stages)
 
-    def check_copyable(self) -> None:
-        """A copy would be a further process of the job."""
-        raise TypeError(
-            "a pipe whose workers are processes cannot be copied or pickled: copy its layers, or save it with "
-            "pipework.save_checkpoint"
-        )
-
     # ---- a call -----------------------------------------------------------------------------------------------------
 
     def rank_of(self, worker: int) -> int | None:
         """The number of the worker's process in the job."""
         return self.pipe_ranks[worker]
-
-    def check_inputs(self, inputs: Collection[Any]) -> None:
-        """Raises a TypeError if the first rank was given None."""
-        if inputs and all(value is None for value in inputs):
-            raise TypeError(
-                f"inputs do not have any tensors: they are read on rank {self.mesh.rank}, where pipe.is_first, and "
-                "were None there; only the others may pass None"
-            )
 
     def begin(self, call: StepCall, batch: MiniBatch | None, inputs: Any, target: Any) -> StepCall:
         """Sends all ranks what the first and the last of them were given."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pipework.distributed.rendezvous import RendezvousSpec
     from pipework.distributed.shared_tensors import SharedTensors
     from pipework.distributed.transport.groups import Group
-    from pipework.runtime.worker_threads import WorkerThreads
+    from pipework.runtime.engine import Engine
 
     Result = TypeVar("Result")
 
@@ -67,7 +67,6 @@ class PeerGroup(Backend):
         super().__init__([mesh.device] * len(self.pipe_ranks))
         self.everyone = mesh.everyone
         self._position = self.everyone.index(mesh.rank)
-        self._workers: weakref.ref[WorkerThreads] | None = None  # the pipe replaces them with its layers
         self._in_call = threading.Lock()  # held during a call
         self._failure: weakref.ref[Failure] | None = None
         self.stops = self._stop_was_seen = False
@@ -78,7 +77,7 @@ class PeerGroup(Backend):
         spec: RendezvousSpec,
         contract: Mapping[str, Any],
         tensors: SharedTensors,
-        open_workers: Callable[[], object],
+        open_workers: Callable[[], Engine],
     ) -> None:
         """All ranks compare what they were started with, and connect. They call this at the same time.
 
@@ -165,8 +164,6 @@ class PeerGroup(Backend):
             SystemExit: a process was asked to end, and the program never asked `stopping`; all ranks end before the
                 same training step.
         """
-        if (workers := self.workers) is not None:
-            workers.refuse_caller()
         if self.stops and not self._stop_was_seen and what == "training step":
             reason = self._preemption.reason  # a rank may not know yet where the request came from
             who = f" ({reason})" if reason else ""
@@ -174,9 +171,10 @@ class PeerGroup(Backend):
             raise SystemExit(PREEMPTED)
         if not self._in_call.acquire(blocking=False):
             raise RuntimeError(
-                f"a {what} of this pipe begins in the middle of another call of it, by another thread or in a signal "
-                "handler: all processes make the calls of a pipe in the same order, so make them from one thread, one "
-                "after the other. A handler sets a flag, or calls pipe.request_stop(), which is checked between steps"
+                f"a {what} of this pipe begins in the middle of another call of it, by another thread, a layer or a "
+                "signal handler: all processes make the calls of a pipe in the same order, so make them from one "
+                "thread, one after the other. A handler sets a flag, or calls pipe.request_stop(), which is checked "
+                "between steps"
             )
         try:
             self.monitor.begin(what)
@@ -226,24 +224,10 @@ class PeerGroup(Backend):
         group = self.connections.groups[name]
         return [each.decode() for each in self.on_worker(lambda: groups.all_gather(group, text.encode()))]
 
-    @property
-    def workers(self) -> WorkerThreads | None:
-        """The workers that calls run on; None: there are none now."""
-        return None if self._workers is None else self._workers()
-
-    def use(self, workers: WorkerThreads) -> None:
-        """See `Backend`."""
-        self._workers = weakref.ref(workers)
-
     def on_worker(self, function: Callable[[], Result]) -> Result:
         """Runs a function that waits for other ranks: on a worker, because no signal could interrupt the caller."""
-        workers = self.workers
-        if workers is None:
-            open_workers = self._open_workers()
-            assert open_workers is not None, "the pipe makes the call"
-            open_workers()
-            workers = self.workers
-        assert workers is not None
+        open_workers = self._open_workers()
+        assert open_workers is not None, "the pipe makes the call"
         results: list[Result] = []
         failure = self.new_failure()
 
@@ -257,7 +241,7 @@ class PeerGroup(Backend):
             except BaseException as error:
                 failure.report(error)
 
-        workers.run([job], failure.report)
+        open_workers().workers.run([job], failure.report)
         if failure.happened:
             self.connections.forget()
             failure.raise_first()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pipework.runtime.device import WorkerDevice, link
@@ -16,9 +14,9 @@ from pipework.values.dtensor import is_over_processes, placement_text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from torch import Tensor, nn
 
+    from pipework.assignment.assignment import Assignment
     from pipework.autograd.fully_sharded import FullySharded
     from pipework.backend import Backend
     from pipework.model.sequential import TupleRule
@@ -26,37 +24,82 @@ if TYPE_CHECKING:
     from pipework.runtime.skips.skip import Skip
 
 
-@dataclass(frozen=True)
 class Engine:
     """Stages, and the workers that live with them. Holds threads, so it is neither copied nor pickled.
+
+    Args:
+        partitions: the layers of this process, by the number of their stage.
+        assignment: the worker and the device of each stage, wherever it is.
+        skips: the skip connections between all layers.
+        backend: of the pipe.
+        tuples: how a tuple reaches a layer.
+        loss: computed by the last stage, if it is a module; its buffers are treated like those of the layers.
+        one_thread: whether one thread is to execute the actions of all workers of this process.
 
     Attributes:
         stages: those whose workers are in this process, by number and in order.
         placement: the worker of each stage, wherever it is.
         devices: of the workers in this process, by number and in order.
-        skips: the skip connections between all layers.
-        backend: of the pipe.
+        accelerators: those of them that are not the CPU.
         links: see `LocalTransport`.
         workers: the threads.
-        one_thread: whether one thread is to execute the actions of all workers of this process.
         lock: held while the workers run, because a stage's slots can hold the leaves of one mini-batch only, and while
             a link is made.
     """
 
-    stages: Mapping[int, Stage]
-    placement: tuple[int, ...]
-    devices: Mapping[int, WorkerDevice]
-    skips: Sequence[Skip]
-    backend: Backend
-    links: dict[tuple[int, int], Link | None]
-    workers: WorkerThreads
-    lock: threading.Lock
-    one_thread: bool
+    def __init__(
+        self,
+        partitions: Mapping[int, nn.Sequential],
+        assignment: Assignment,
+        skips: Sequence[Skip],
+        backend: Backend,
+        *,
+        tuples: TupleRule,
+        loss: nn.Module | None = None,
+        one_thread: bool = False,
+    ) -> None:
+        self.placement = placement = assignment.placement
+        self.skips = skips
+        self.backend = backend
+        self.one_thread = one_thread
+        self.lock = threading.Lock()
+        here = sorted({placement[index] for index in partitions})
+        self.devices = {worker: WorkerDevice(assignment.devices[worker]) for worker in here}
+        self.accelerators = [device for device in self.devices.values() if device.stream is not None]
+        layers = {
+            index: [(name, layer) for name, layer in partition._modules.items() if layer is not None]
+            for index, partition in partitions.items()
+        }
+        shared = shared_modules([[layer for _, layer in each] for each in layers.values()])
+        places, balance = assignment.partitioning.devices, assignment.partitioning.balance
+        self.stages = {
+            index: Stage(
+                index,
+                layers[index],
+                first_number=sum(balance[:index]),
+                device=self.devices[placement[index]],
+                shared=shared,
+                skips=skips,
+                tuples=tuples,
+                loss=loss if index + 1 == len(placement) else None,
+                shares_output=index + 1 in partitions and places[index] == places[index + 1],
+            )
+            for index in partitions
+        }
+        self.links: dict[tuple[int, int], Link | None] = {}
+        self._make_links()
+        self.workers = WorkerThreads(list(self.devices.values())[: 1 if one_thread else None])
+        every = (tensor for part in partitions.values() for tensor in (*part.parameters(), *part.buffers()))
+        self.refuse_collectives(next(filter(is_over_processes, every), None))
 
-    @cached_property
-    def accelerators(self) -> Sequence[WorkerDevice]:
-        """The devices of those workers of this process that are not on the CPU."""
-        return [device for device in self.devices.values() if device.stream is not None]
+    def _make_links(self) -> None:
+        """Those from the caller to each worker, and those for values, gradients and skips, either way."""
+        ways = [(stage, stage + distance) for stage in self.stages for distance in (0, 1)]
+        ways += [hop for skip in self.skips for hop in skip.hops]
+        within = [(a, b) for a, b in ways if a in self.stages and b in self.stages]
+        pairs = {(self.placement[a], self.placement[b]) for hop in within for a, b in (hop, hop[::-1])}
+        for source, target in sorted(pairs):
+            self.links[source, target] = link(self.devices[source], self.devices[target])
 
     def refuse_collectives(self, parameter: Tensor | None, sharded: FullySharded | None = None) -> None:
         """Raises a ValueError if layers call collectives, and workers are threads, which call them in any order.
@@ -99,69 +142,3 @@ class Engine:
         -1 and the number after the last stage are the caller: in the process of the first stage, and of the last one.
         """
         return min(max(stage, 0), len(self.placement) - 1) in self.stages
-
-
-def make_engine(
-    partitions: Mapping[int, nn.Sequential],
-    balance: Sequence[int],
-    devices: Sequence[torch.device],
-    placement: tuple[int, ...],
-    skips: Sequence[Skip],
-    *,
-    tuples: TupleRule,
-    backend: Backend,
-    loss: nn.Module | None = None,
-    one_thread: bool = False,
-) -> Engine:
-    """Makes a stage of each partition, and a worker for each number in the placement.
-
-    Args:
-        partitions: the layers of this process, by the number of their stage.
-        balance: how many layers each partition has, wherever it is.
-        devices: one for each partition, wherever it is.
-        placement: the worker of each partition, as the schedule has it.
-        skips: the skip connections between the layers.
-        tuples: how a tuple reaches a layer.
-        backend: of the pipe.
-        loss: computed by the last stage, if it is a module; its buffers are treated like those of the layers.
-        one_thread: see `Engine`.
-    """
-    workers: dict[int, WorkerDevice] = {}
-    for index in sorted(partitions, key=placement.__getitem__):
-        workers.setdefault(placement[index], WorkerDevice(devices[index]))
-    named_layers = {
-        index: [(name, layer) for name, layer in partition._modules.items() if layer is not None]
-        for index, partition in partitions.items()
-    }
-    shared = shared_modules([[layer for _, layer in layers] for layers in named_layers.values()])
-    stages = {
-        index: Stage(
-            index,
-            layers,
-            first_number=sum(balance[:index]),
-            device=workers[placement[index]],
-            shared=shared,
-            skips=skips,
-            tuples=tuples,
-            loss=loss if index + 1 == len(placement) else None,
-            shares_output=index + 1 in partitions and devices[index] == devices[index + 1],
-        )
-        for index, layers in named_layers.items()
-    }
-    ways = {(stage, stage) for stage in stages} | {(stage, stage + 1) for stage in stages if stage + 1 in stages}
-    ways |= {(a, b) for skip in skips for a, b in skip.hops if a in stages and b in stages}
-    pairs = {(placement[a], placement[b]) for a, b in ways} | {(placement[b], placement[a]) for a, b in ways}
-    engine = Engine(
-        stages=stages,
-        placement=placement,
-        devices=workers,
-        skips=skips,
-        backend=backend,
-        links={(source, target): link(workers[source], workers[target]) for source, target in sorted(pairs)},
-        workers=WorkerThreads(list(workers.values())[: 1 if one_thread else None]),
-        lock=threading.Lock(),
-        one_thread=one_thread,
-    )
-    every = (tensor for part in partitions.values() for tensor in (*part.parameters(), *part.buffers()))
-    engine.refuse_collectives(next(filter(is_over_processes, every), None))
-    return engine

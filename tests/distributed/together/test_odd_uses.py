@@ -95,9 +95,8 @@ def test_inputs_and_targets_that_are_missing_where_they_are_read(mesh: Mesh) -> 
     # The first rank fails next. The last must have left the call before, or it hears of the failure there.
     mesh.store.set("the last has left" if pipe.is_last else "the first has left", "")
     mesh.store.wait(["the last has left"])
-    with pytest.raises(TypeError if pipe.is_first else PipelineError, match="do not have any tensors") as error:
+    with pytest.raises(TypeError if pipe.is_first else PipelineError, match="do not have any tensors: got NoneType"):
         pipe(None, target=y)
-    assert "they are read on rank 0, where pipe.is_first, and were None there" in str(error.value)
 
 
 @runs_on(2)
