@@ -1,8 +1,6 @@
 """The old `Pipe` as its users know it: what it refuses, what it is as a container, what goes in and comes out."""
 
-import copy
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +21,7 @@ from pipework.compat.sync import (
 )
 from pipework.model.batchnorm import DeferredBatchNorm
 from tests.compat.originals import Say
-from tests.helpers import MOVES, saved_and_loaded
+from tests.helpers import MOVES
 
 pytestmark = pytest.mark.usefixtures("rpc")
 
@@ -88,17 +86,6 @@ def test_moving_is_refused(move: Callable[[Pipe], object]) -> None:
     message = r"^denied to move parameters and buffers, because Pipe should manage device placement$"
     with pytest.raises(TypeError, match=message):
         move(Pipe(layers()))
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])
-def test_copies_stand_alone(duplicate: Callable[[Pipe], Pipe]) -> None:
-    pipe, x = Pipe(layers(), 2, "always"), torch.randn(4, 2)
-    for other in (duplicate(pipe), pipe(x) and duplicate(pipe)):
-        assert (other.chunks, other.checkpoint, other.devices) == (pipe.chunks, pipe.checkpoint, pipe.devices)
-        assert torch.equal(other(x).local_value(), pipe(x).local_value())
-        other(x).local_value().sum().backward()
-        assert all(parameter.grad is not None for parameter in other.parameters())
-        assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
 def test_a_layer_put_into_a_partition_is_run_but_a_partition_cannot_grow() -> None:
@@ -185,38 +172,12 @@ def test_what_layers_hand_on_and_what_comes_out() -> None:
     assert mean.item() == 4.0  # of two rows and of one
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_layouts_of_outputs_in_memory(chunks: int) -> None:
-    transposed = output(Say(lambda x: x.transpose(1, 2)), x=torch.randn(4, 5, 2), chunks=chunks)
-    assert transposed.view(-1, 5).shape == (8, 5)
-    image = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
-    same = output(nn.Identity(), x=image, chunks=chunks)
-    assert same.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(same, image)
-
-
 def test_without_layers_the_input_comes_back() -> None:
     empty, x = Pipe(nn.Sequential()), torch.tensor([42])
     assert empty(x).local_value() is x
     with pytest.raises(TypeError, match="inputs do not have any tensors"):
         empty(42)
     assert torch.equal(output(nn.Sequential(), nn.Sequential(nn.Sequential(), nn.Identity()), x=x), x)
-
-
-def test_no_grad_and_frozen_layers() -> None:
-    pipe, x = Pipe(layers(), chunks=2), torch.randn(4, 2)
-    with torch.no_grad():
-        assert not pipe(x).local_value().requires_grad
-    assert pipe(x).local_value().requires_grad
-    pipe.requires_grad_(False)
-    assert not pipe(x).local_value().requires_grad
-
-
-def test_errors_of_layers_come_as_they_are_and_the_pipe_stays_usable() -> None:
-    pipe = Pipe(nn.Sequential(nn.Identity(), Say(lambda x: x / (1 / float(x.sum() - 2)))), chunks=2)
-    with pytest.raises(ZeroDivisionError):
-        pipe(torch.ones(4))
-    assert pipe(-torch.ones(4)).local_value().shape == (4,)
 
 
 def test_chunks_and_checkpoint_may_change_between_mini_batches() -> None:
@@ -233,32 +194,12 @@ def test_chunks_and_checkpoint_may_change_between_mini_batches() -> None:
         seen.clear()
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-def test_deferred_batch_norms_see_the_whole_mini_batch(checkpoint: str) -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()))
-    expected, x = copy.deepcopy(module[1][0]), torch.randn(8, 3)
-    pipe = Pipe(module, 4, checkpoint, deferred_batch_norm=True)
-    pipe(x).local_value().sum().backward()
-    expected(module[0](x))
-    torch.testing.assert_close(pipe.state_dict()["partitions.1.0.running_mean"], expected.running_mean)
-    torch.testing.assert_close(pipe[1].running_var, expected.running_var)
-
-
 # Balance
 
 
-def sleep(seconds: float, *values: Any) -> Any:
-    time.sleep(seconds)
-    return values if len(values) > 1 else values[0]
-
-
-def test_balances() -> None:
-    slow = nn.Sequential(*(Say(lambda x, cost=cost: sleep(0.01 * cost, x)) for cost in range(1, 7)))
-    assert balance_by_time(2, slow, torch.rand(1), timeout=0, device="cpu") == [4, 2]
-    module = nn.Sequential(*(nn.Linear(100, 100) for _ in range(3)), nn.Linear(100, 300))
-    assert balance_by_size(2, module, torch.rand(1, 100), chunks=1, param_scale=100, device="cpu") == [3, 1]
+def test_balances_of_several_inputs() -> None:
     pairs, quickly = nn.Sequential(*(Say(lambda x, y: (x, y)) for _ in range(2))), {"timeout": 0.01, "device": "cpu"}
-    for kind in (list, tuple):  # several inputs
+    for kind in (list, tuple):
         sample = kind([torch.rand(2), torch.rand(2)])
         assert balance_by_time(1, pairs, sample, **quickly) == balance_by_size(1, pairs, sample, device="cpu") == [2]
 

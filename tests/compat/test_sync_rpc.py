@@ -1,10 +1,10 @@
 """The old `Pipe` asks for RPC, and what it returns can be fetched by another RPC worker."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,22 +31,10 @@ def test_nothing_goes_without_rpc(start_rpc: Callable[[], None]) -> None:
 
 
 @pytest.mark.thorough
-def test_another_worker_fetches_the_output_and_sends_gradients_back(tmp_path: Path) -> None:
-    path = os.pathsep.join(filter(None, [str(SCRIPT.parents[2]), *sys.path]))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", str(SCRIPT), str(rank), (tmp_path / "rendezvous").as_uri()],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], told
-    assert told[0][0] == "all is well\n"
+def test_another_worker_fetches_the_output_and_sends_gradients_back(tmp_path: Path, start_python: Any) -> None:
+    rendezvous = (tmp_path / "rendezvous").as_uri()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "error"}
+    workers = [start_python([SCRIPT, str(rank), rendezvous], env=environment) for rank in range(2)]
+    ended = [worker.ended(100) for worker in workers]
+    assert [each.returncode for each in ended] == [0, 0], ended
+    assert ended[0].stdout == "all is well\n"

@@ -40,14 +40,6 @@ class Both(nn.Module):
         return torch.tanh(self.left(pair[0])), pair[1]
 
 
-class Cross(nn.Module):
-    """Lets a pair know of each other."""
-
-    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        left, right = pair
-        return left + right.sum(2), right * left[:, :, None]
-
-
 class Tied(nn.Module):
     """A layer whose weight is that of another."""
 
@@ -211,27 +203,6 @@ def test_many_random_models(
 def test_most_of_the_random_models_can_be_trained(both: Callable[..., tuple[Any, Any]]) -> None:
     """The others fail in both, as a batch norm does that sees a single row."""
     assert sum(isinstance(both(random_training, seed, "never")[1], dict) for seed in range(12)) >= 8
-
-
-def pair_training(library: Any, rows: int, chunks: int, checkpoint: str) -> list[Tensor]:
-    """A pair goes in, and another comes out; a tensor of the one has more dimensions."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Both(4), Cross(), Both(4)).double()
-    pipe = library.pipe(model, [1, 2], chunks, checkpoint)
-    inputs = [torch.randn(rows, *shape, dtype=torch.float64, requires_grad=True) for shape in ((4,), (4, 2))]
-    left, right = pipe(tuple(inputs))
-    (left.square().sum() + (3 * right).sum()).backward()
-    return [tensor.detach() for tensor in (left, right)] + [tensor.grad for tensor in (*inputs, *pipe.parameters())]
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize(("rows", "chunks"), [(8, 2), (7, 4), (1, 3), (2, 4)])
-def test_pairs_of_inputs_and_outputs(
-    both: Callable[..., tuple[Any, Any]], rows: int, chunks: int, checkpoint: str
-) -> None:
-    original, mine = both(pair_training, rows, chunks, checkpoint)
-    for actual, expected in zip(mine, original, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def subclass_training(library: Any, checkpoint: str) -> list[Any]:
