@@ -48,7 +48,6 @@ def test_some_models_train_exactly(task: str, model_type: str, name: str) -> Non
     imported_once()
     outcome = in_process(task, model_type, name, limit=90)
     assert outcome.result in ("exact", "last bits"), outcome
-    assert outcome.dropout == "equal"
 
 
 @pytest.mark.slow
@@ -57,4 +56,3 @@ def test_some_models_train_exactly(task: str, model_type: str, name: str) -> Non
 def test_all_models_train_exactly_or_are_refused(task: str, model_type: str, name: str) -> None:
     outcome = in_process(task, model_type, name, limit=300)
     assert outcome.result in RIGHT, outcome
-    assert not outcome.dropout.startswith("differs"), outcome
