@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from pipework.autograd.nodes import UndeliveredLosses
 from pipework.model.loss.check import loss_warnings
 from pipework.model.loss.settings import may_be_other
 from pipework.model.row_warnings import OutputRows, batch_second_noticed, modules_with_batch_second
+from pipework.spot_checks import FIRST
 
 if TYPE_CHECKING:
     import threading
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from pipework.autograd.nodes import LossInside
     from pipework.model.loss.settings import LossSettings
     from pipework.model.mini_batch import MiniBatch
+    from pipework.runtime.step import Step
     from pipework.runtime.transport import Message
 
 _PADDING_CHECKS: Final = 16  # mini-batches in which padded targets are looked for
@@ -34,6 +38,7 @@ class Doubts:
     def __init__(self, *, warns: bool) -> None:
         self.warns = warns
         self._padding_checks = _PADDING_CHECKS
+        self._scaler_checks = FIRST
         self._undelivered = UndeliveredLosses()
         self.expect_new_layers()
 
@@ -77,6 +82,15 @@ class Doubts:
         if self.warns:
             batch.warnings += self._undelivered.doubts()
             self._undelivered.add(shared)
+
+    def lacks_scaler(self, step: Step, settings: LossSettings) -> bool:
+        """Whether float16 gradients were computed without a scale, also if nothing warns."""
+        if settings.grad_scaler is not None or not self._scaler_checks:
+            return False
+        self._scaler_checks -= 1
+        parameters = [each for stage in step.stages for each in step.parameters(stage)]
+        casts = [kind for kind in {each.device.type for each in parameters} if torch.is_autocast_enabled(kind)]
+        return torch.float16 in {*[each.dtype for each in parameters], *map(torch.get_autocast_dtype, casts)}
 
     def of_outputs(self, batch: MiniBatch, outputs: Sequence[Message]) -> None:
         """Looks whether dimension 0 of the outputs, along which they are joined, is that of the rows."""

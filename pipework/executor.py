@@ -14,7 +14,7 @@ from pipework.autograd.batch_versions import BatchVersions
 from pipework.autograd.nodes import LossInside, LossOutside, attach
 from pipework.backend import StepCall
 from pipework.model import mini_batch
-from pipework.model.batchnorm import DeferredBatchNorm
+from pipework.model.batchnorm import DeferredBatchNorms
 from pipework.model.layers import uncalled_hooks
 from pipework.model.loss.settings import checked_scale
 from pipework.model.marks import has_micro_batches, in_micro_batches
@@ -33,7 +33,6 @@ from pipework.runtime.step import Step
 from pipework.settings import CHECK_FINITE, ONE_THREAD
 from pipework.signatures import positional_names
 from pipework.skip.layout import skip_edges, verify_skippables
-from pipework.spot_checks import FIRST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,10 +42,9 @@ if TYPE_CHECKING:
     from pipework.assignment.assignment import Assignment
     from pipework.backend import Backend
     from pipework.doubts import Doubts
-    from pipework.model.mini_batch import Outputs
     from pipework.model.sequential import TupleRule
     from pipework.planning.measuring.predict import Prediction
-    from pipework.runtime.transport import Message
+    from pipework.runtime.stage.loss import InnerLoss
     from pipework.schedule import Schedule
     from pipework.settings import Settings
     from pipework.timeline import Recording
@@ -65,6 +63,7 @@ class Executor:
 
     Attributes:
         doubts: what is looked for in the first mini-batches.
+        deferred: the deferred batch norms among the layers; there as soon as the engine is.
         layout: what is known of the arguments; that of a sample stays.
         recording: receives the actions of mini-batches, and gives them numbers; None: nothing is recorded.
     """
@@ -90,34 +89,19 @@ class Executor:
         self._device_types = sorted({"cpu", *(device.type for device in assignment.devices)})
         self.skips = self._skips_between(partitions)
         self._programs: dict[tuple[int, str, bool], Program] = {}
-        self._scaler_checks = FIRST
-        self._deferred: list[DeferredBatchNorm] = []
         self._engine: Engine | None = None
-        self._make_locks()
-
-    def _make_locks(self) -> None:
         self._engine_lock = threading.Lock()
-        self._deferring = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the threads, which are made again when they are needed."""
-        return {**self.__dict__, "_engine": None, "recording": None, "_engine_lock": None, "_deferring": None}
+        """Everything but the threads and what they share, which are made again when they are needed."""
+        return {**self.__dict__, "_engine": None, "recording": None, "_engine_lock": None, "deferred": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See `__getstate__`."""
-        self.__dict__.update(state)
-        self._make_locks()
+        self.__dict__.update(state, _engine_lock=threading.Lock())
 
     def run(
-        self,
-        inputs: tuple[Any, ...],
-        keyword_inputs: dict[str, Any],
-        target: Any,
-        *,
-        training: bool,
-        return_output: bool,
-        everywhere: bool,
-        loss_scale: Any = None,
+        self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any, loss_scale: Any, call: StepCall
     ) -> tuple[Any, list[str]]:
         """One mini-batch; see `Pipe.forward`. The steps have their numbers in the drawing of `docs/design.md`.
 
@@ -125,10 +109,8 @@ class Executor:
             inputs: of the call.
             keyword_inputs: likewise.
             target: likewise.
-            training: the pipe's flag.
-            return_output: see `Pipe.forward`.
-            everywhere: whether every process gets the outputs.
-            loss_scale: see `Pipe.forward`.
+            loss_scale: likewise.
+            call: what else this process says of it.
 
         Returns:
             What the pipe returns, and the texts of warnings.
@@ -137,9 +119,7 @@ class Executor:
         scale = checked_scale(loss_scale, self._devices[-1])
         context = CallerContext.capture(self._device_types)
         # Of several processes one reads the inputs; the others may want their gradients.
-        cuts = self._backend.is_first or (
-            context.grad and any(map(requires_gradients, (*inputs, *keyword_inputs.values())))
-        )
+        cuts = self._backend.is_first or (call.grad and requires_gradients((inputs, keyword_inputs)))
         batch, cut_target = self._read(inputs, keyword_inputs, target, cuts=cuts)
         if self._engine is None:
             batch.warnings += uncalled_hooks(self._partitions.values())
@@ -148,18 +128,7 @@ class Executor:
             self._refuse_checkpoint_around(batch)
 
         # 2. All processes know the call.
-        if self._backend.is_whole:  # of several processes each knows its own layers only, but all know the pipe's flag
-            training = any(layer.training for partition in self._partitions.values() for layer in partition)
-        call = StepCall(
-            training=training,
-            grad=context.grad,
-            everywhere=everywhere,
-            returns_output=return_output,
-            recorded=self.recording is not None,
-            scales_loss=loss_scale is not None,
-            has_target=target is not None,
-            gradients=batch.required_gradients if context.grad else 0,
-        )
+        call = call._replace(gradients=batch.required_gradients if call.grad else 0)
         read = batch if self._backend.is_first else None
         call = self._backend.begin(call, read, (inputs, keyword_inputs), target)
         if read is None:
@@ -168,11 +137,13 @@ class Executor:
         # 3. The schedule is looked up, the targets are cut likewise, and the losses get their weights.
         program = self._program_for(call, len(batch.rows))
         if call.has_target:
-            self._weigh(batch, cut_target, call, scale)
+            own_target = cut_target if self._backend.is_last else None
+            loss = self._weigh(batch, own_target, grad=call.grad, keeps_output=call.returns_output, scale=scale)
+            loss.seen = self.doubts.of_targets(batch, self.settings)
 
         # 4. The workers run the schedule, and 5. the caller's graph gets the loss, or the joined outputs.
         key = Key(call.key)
-        if training:
+        if call.training:
             key.value()
         step = self._step(engine, program, context, key, batch, call)
         with self._watched(batch, engine.lock):
@@ -205,7 +176,8 @@ class Executor:
         results = step.forward(batch.micro_batches)
         if not results:  # they are in another process
             return None
-        outputs = self._joined(batch, results)
+        outputs = batch.joined(results)
+        self.doubts.of_outputs(batch, results)
         tensors = outputs.tensors
         if call.grad and any(outputs.differentiable):
             shared = LossOutside(step, cut=outputs.cut, join=batch.pieces.join)
@@ -228,7 +200,7 @@ class Executor:
             returned,
             batch.loss.scale_in(parts[0].dtype),
             self._backend.expect_backward() if has_backward else None,
-            lacks_scaler=has_backward and not call.scales_loss and self._lacks_scaler(step),
+            lacks_scaler=has_backward and not call.scales_loss and self.doubts.lacks_scaler(step, self.settings),
         )
         if has_backward:
             self.doubts.of_backward(batch, shared)
@@ -240,22 +212,18 @@ class Executor:
             return loss
         if not (call.everywhere or self._backend.is_last):
             return loss, None
-        outputs = self._joined(batch, [(tensors[1:], structure) for tensors, structure in results])
-        return loss, outputs.value(outputs.tensors)
-
-    def _joined(self, batch: MiniBatch, results: Sequence[Message]) -> Outputs:
-        """The outputs of the mini-batch, made of those of its micro-batches."""
+        results = [(tensors[1:], structure) for tensors, structure in results]
         outputs = batch.joined(results)
         self.doubts.of_outputs(batch, results)
-        return outputs
+        return loss, outputs.value(outputs.tensors)
 
     @contextlib.contextmanager
     def _watched(self, batch: MiniBatch, lock: threading.Lock) -> Iterator[None]:
         """Around a run of the workers: something is learned of a mini-batch only if it does not fail."""
         try:
             with contextlib.ExitStack() as stack:
-                if self._deferred:
-                    stack.enter_context(self.mini_batch_of_batch_norms(lock))
+                if self.deferred.layers:
+                    stack.enter_context(self.deferred.mini_batch(lock))
                 if self.doubts.looks_at_layers(batch):
                     stack.enter_context(self.doubts.of_layers(batch, self._layers, lock))
                 yield
@@ -272,16 +240,10 @@ class Executor:
         """The device of each stage."""
         return self._assignment.partitioning.devices
 
-    @property
-    def _end_ranks(self) -> tuple[int | None, int | None]:
-        """The ranks of the first stage, which reads inputs, and of the last one, which reads targets."""
-        placement = self._assignment.placement
-        return self._backend.rank_of(placement[0]), self._backend.rank_of(placement[-1])
-
     def _program_for(self, call: StepCall, micro_batches: int) -> Program:
         """The schedule for a call, which is refused if a target is missing, or what it is needed for is asked for."""
-        first, last = self._end_ranks
         settings, trains = self.settings, call.training and call.grad
+        last = self._backend.rank_of(self._assignment.placement[-1])  # it reads the target
         try:
             mode = settings.checkpoint if trains else "never"
             program = self._program(micro_batches, mode, inside=call.has_target)
@@ -293,8 +255,8 @@ class Executor:
                 raise settings.outside_of_one_rank(last)
             if call.target_is_unread:
                 raise ValueError(
-                    f"a target was given on rank {first}, and none on rank {last}, which has the last stage and reads "
-                    "it: give it there"
+                    f"a target was given on the first rank of the pipe, and none on rank {last}, which reads it: give "
+                    "it there"
                 )
             if call.returns_output or call.scales_loss:
                 raise ValueError(
@@ -305,42 +267,26 @@ class Executor:
             raise self._backend.common_error(error) from None
         return program
 
-    def _lacks_scaler(self, step: Step) -> bool:
-        """Whether float16 gradients were computed without a scale; looked at in the first training steps."""
-        if self.settings.grad_scaler is not None or not self._scaler_checks:
-            return False
-        self._scaler_checks -= 1
-        dtypes = {parameter.dtype for stage in step.stages for parameter in step.parameters(stage)}
-        autocasts = CallerContext.capture(self._device_types).autocasts
-        return torch.float16 in dtypes.union(dtype for _, dtype, _ in autocasts)
-
     def prepared(
         self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any, *, grad: bool, keeps_output: bool
     ) -> MiniBatch:
         """A mini-batch in micro-batches, to be run without the workers, in a process that reads inputs and target."""
         batch, target = self._read(inputs, keyword_inputs, target, cuts=True)
         if target is not None:
-            device = self._devices[-1]
-            batch.cut_target(target, device, layout=self.layout)
-            batch.loss = self.settings.inner(
-                batch.targets, batch.weighing, device, grad=grad, keeps_output=keeps_output
-            )
+            self._weigh(batch, target, grad=grad, keeps_output=keeps_output)
         return batch
 
-    def _weigh(self, batch: MiniBatch, target: Any, call: StepCall, scale: float | Tensor) -> None:
-        """Sets the targets of a mini-batch, in the process that reads them, and its loss."""
+    def _weigh(
+        self, batch: MiniBatch, target: Any, *, grad: bool, keeps_output: bool, scale: float | Tensor = 1.0
+    ) -> InnerLoss:
+        """Sets the loss of a mini-batch and its targets, which are None where another process reads them."""
         device = self._devices[-1]
-        if self._backend.is_last:
-            batch.cut_target(target, device, self._end_ranks, self.layout)
-        batch.loss = self.settings.inner(
-            batch.targets,
-            batch.weighing,
-            device,
-            grad=call.grad,
-            keeps_output=call.returns_output,
-            scale=scale,
-            seen=self.doubts.of_targets(batch, self.settings),
+        if target is not None:
+            batch.cut_target(target, device, self.layout)
+        loss = batch.loss = self.settings.inner(
+            batch.targets, batch.weighing, device, grad=grad, keeps_output=keeps_output, scale=scale
         )
+        return loss
 
     def predict(
         self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any, **options: Any
@@ -349,14 +295,11 @@ class Executor:
         from pipework.planning.measuring.predict import predict_step  # a step needs nothing of planning
 
         batch = self.prepared(inputs, keyword_inputs, target, grad=True, keeps_output=False)
-        count = len(batch.micro_batches)
-        plain = Program(self._assignment.schedule(count))
-        if target is None and not plain.loss_may_be_outside:
-            raise self.settings.missing_target(plain.schedule.name, call="pipe.predict")
-        schedule = self._program(count, self.settings.checkpoint, inside=target is not None).schedule
-        stages = list(self._partitions.values())
-        split = batch, batch.targets, batch.loss
-        return predict_step(stages, self._devices, schedule, *split, self.tuples, **options)
+        program = self._program(len(batch.rows), self.settings.checkpoint, inside=target is not None)
+        if target is None and not program.loss_may_be_outside:
+            raise self.settings.missing_target(program.schedule.name, call="pipe.predict")
+        stages, split = list(self._partitions.values()), (batch, batch.targets, batch.loss)
+        return predict_step(stages, self._devices, program.schedule, *split, self.tuples, **options)
 
     def schedule(self, micro_batches: int | None) -> Schedule:
         """See `Pipe.schedule`."""
@@ -384,7 +327,7 @@ class Executor:
                     verify_skippables(self._layers)
                     refuse_shared_statistics(partitions)
                     self.skips = self._skips_between(partitions)
-                self._deferred = [module for module in self._layers.modules() if isinstance(module, DeferredBatchNorm)]
+                self.deferred = DeferredBatchNorms(self._layers)
                 self._engine = Engine(
                     self._partitions,
                     self._assignment,
@@ -442,18 +385,3 @@ class Executor:
                 "call it again in the middle of its own backward: leave it out; a pipe recomputes by itself, as "
                 "Pipe(checkpoint='except_last') or 'always' says; in a layer torch.utils.checkpoint works as usual"
             )
-
-    @contextlib.contextmanager
-    def mini_batch_of_batch_norms(self, lock: threading.Lock) -> Iterator[None]:
-        """Deferred batch norms collect what passes inside, and commit it unless that fails."""
-        with self._deferring:  # another thread's mini-batch must not begin in between
-            for batch_norm in self._deferred:
-                batch_norm.begin_mini_batch()
-            try:
-                yield
-                with lock:  # in a recomputation copies stand in for the running statistics
-                    for batch_norm in self._deferred:
-                        batch_norm.commit()
-            finally:
-                for batch_norm in self._deferred:
-                    batch_norm.abandon()

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipework.assignment.assignment import assign, doubts_about
 from pipework.assignment.partition import split_layers
-from pipework.backend import Backend, PipeSpec
+from pipework.backend import Backend, PipeSpec, StepCall
 from pipework.doubts import Doubts
 from pipework.executor import Executor
 from pipework.model.batchnorm import convert_deferred_batch_norm
@@ -373,15 +373,18 @@ class Pipe(Layers):
         with ShortTracebacks(), generators_given_up(), self._backend.calling(what):
             self._refuse_changed_partitions()
             self._refuse_to_run_without_data()
-            result, warnings = self._executor.run(
-                inputs,
-                keyword_inputs,
-                target,
-                training=self.training,
-                return_output=return_output,
+            # Of several processes each knows its own layers only, but all know the flag of the pipe.
+            training = any(layer.training for layer in self) if self._backend.is_whole else self.training
+            call = StepCall(
+                training,
+                torch.is_grad_enabled(),
                 everywhere=outputs == "all",
-                loss_scale=loss_scale,
+                returns_output=return_output,
+                recorded=self._executor.recording is not None,
+                scales_loss=loss_scale is not None,
+                has_target=target is not None,
             )
+            result, warnings = self._executor.run(inputs, keyword_inputs, target, loss_scale, call)
         # Not before: a warning may be an error, and the call has succeeded, in other processes too.
         for text in warnings:
             warn_caller(text)

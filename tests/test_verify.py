@@ -515,11 +515,7 @@ def state_of(pipe: Pipe, x: Tensor) -> list[Any]:
         random.getstate(),
         torch.is_grad_enabled(),
         torch.get_num_threads(),
-        {
-            name: value
-            for name, value in vars(pipe._executor).items()
-            if name not in ("_programs", "_engine_lock", "_deferring")
-        },
+        {name: value for name, value in vars(pipe._executor).items() if name not in ("_programs", "_engine_lock")},
         id(pipe._executor),
         copy.copy(vars(pipe._executor.doubts)),
     ]

@@ -15,6 +15,7 @@ computing sample variances, 1979; here for all groups at once).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -29,7 +30,7 @@ from pipework.runtime.stage.recomputation import is_recomputing
 from pipework.torch_private import BatchNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 COLLECTED = ("sum", "sum_squares")
@@ -315,3 +316,37 @@ def _moments_in_float32(input: Tensor, count: int) -> Moments:
     dimensions = [dimension for dimension in range(input.dim()) if dimension != 1]
     variance, mean = torch.var_mean(input.float(), dimensions, correction=0)
     return Moments(count, mean, variance * count)
+
+
+class DeferredBatchNorms:
+    """The deferred batch norms of a pipe, which take turns over its mini-batches.
+
+    Args:
+        container: has them somewhere.
+
+    Attributes:
+        layers: the batch norms.
+    """
+
+    def __init__(self, container: nn.Module) -> None:
+        self.layers = [module for module in container.modules() if isinstance(module, DeferredBatchNorm)]
+        self._turn = threading.Lock()
+
+    @contextlib.contextmanager
+    def mini_batch(self, lock: threading.Lock) -> Iterator[None]:
+        """They collect what passes inside, and commit it unless that fails.
+
+        Args:
+            lock: held while layers run: in a recomputation copies stand in for the running statistics.
+        """
+        with self._turn:  # another thread's mini-batch must not begin in between
+            for layer in self.layers:
+                layer.begin_mini_batch()
+            try:
+                yield
+                with lock:
+                    for layer in self.layers:
+                        layer.commit()
+            finally:
+                for layer in self.layers:
+                    layer.abandon()

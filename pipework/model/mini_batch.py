@@ -247,7 +247,6 @@ class MiniBatch:
         self,
         target: Any,
         device: torch.device,
-        readers: tuple[int | None, int | None] = (None, None),
         layout: Layout | None = None,
     ) -> None:
         """Sets the targets of the micro-batches, and the rows that weigh their losses.
@@ -255,7 +254,6 @@ class MiniBatch:
         Args:
             target: any nested structure; every micro-batch gets `NoChunk` and values that are no tensors as they are.
             device: the device that the tensors are moved to.
-            readers: the ranks that read the inputs and the target; None: this process does.
             layout: what is known of the target; None: nothing.
 
         Raises:
@@ -264,7 +262,7 @@ class MiniBatch:
                 are more or fewer targets than micro-batches of the caller's.
         """
         if self.is_cut:
-            self.targets = _cut_target(target, self.rows, device, readers, layout or Layout())
+            self.targets = _cut_target(target, self.rows, device, layout or Layout())
             self.weighing = self.rows
             return
         if isinstance(target, MicroBatches) and len(target) != len(self.rows):
@@ -461,9 +459,7 @@ def _for_each(named: dict[str, Any], count: int, call: Callable[[tuple[Any, ...]
     return [_OneValue.of(call(values)) for values in zip(*columns, strict=True)]
 
 
-def _cut_target(
-    target: Any, rows: Sequence[int], device: torch.device, readers: tuple[int | None, int | None], layout: Layout
-) -> list[Message]:
+def _cut_target(target: Any, rows: Sequence[int], device: torch.device, layout: Layout) -> list[Message]:
     if isinstance(target, MicroBatches):
         raise TypeError(
             "the target is MicroBatches and the inputs are not: give both as MicroBatches, or neither; inputs that are "
@@ -476,14 +472,11 @@ def _cut_target(
         if dim != WHOLE and not is_dense(tensor):
             raise not_dense("a target tensor", tensor)
         if dim != WHOLE and tensor.shape[dim : dim + 1] != (total,):
-            first, last, same = "", "", ""
-            if readers[0] != readers[1]:
-                first, last = (f" on rank {reader}" for reader in readers)
-                same = " Give all ranks of a pipe the same data in the same order, such as by pipe.sampler(dataset)."
             raise ValueError(
-                f"the inputs{first} have {total} rows and a target tensor{last} has shape {tuple(tensor.shape)}: "
-                f"wanted as many rows.{same} Wrap a tensor that has its rows in another dimension in Chunk(value, "
-                "dim=...), and one that every micro-batch should get whole in NoChunk"
+                f"the inputs have {total} rows and a target tensor has shape {tuple(tensor.shape)}: wanted as many rows"
+                ", on all ranks of a pipe the same, such as by pipe.sampler(dataset). Wrap a tensor that has its rows "
+                "in another dimension in Chunk(value, dim=...), and one that every micro-batch should get whole in "
+                "NoChunk"
             )
         columns.append(_leaves(moved(tensor, device), None if dim == WHOLE else rows, dim, len(rows)))
     return [(pieces, structure) for pieces in (zip(*columns, strict=True) if columns else [()] * len(rows))]

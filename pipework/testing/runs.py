@@ -100,7 +100,7 @@ class Runs:
         self.pipe, self.attached = pipe, pipe._attached
         executor = self.executor = copy.copy(pipe._executor)  # for this object alone
         if not pipe._backend.is_whole:  # the workers of a process are connected with those of the others
-            executor._engine = pipe._executor.engine_in_use()
+            executor._engine, executor.deferred = pipe._executor.engine_in_use(), pipe._executor.deferred
         executor.doubts = Doubts(warns=False)
         executor.layout = copy.deepcopy(executor.layout)
         if self.attached is not None and target is not None:
@@ -218,7 +218,7 @@ class Runs:
                 batch = executor.prepared(arguments, keywords, target, grad=self.grad, keeps_output=keeps_output)
                 if whole and batch.loss is not None:
                     batch.loss = replace(batch.loss, weights=None)  # as the function says
-                with self.executor.mini_batch_of_batch_norms(engine.lock):
+                with self.executor.deferred.mini_batch(engine.lock):
                     results = self.plain.run(batch, key, self._cotangents, grad=self.grad)
             finally:
                 torch.set_num_threads(threads)

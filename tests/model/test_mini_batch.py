@@ -12,11 +12,9 @@ from pipework.model.mini_batch import gradients_are_there, join, split
 from pipework.values.nested import unflatten
 
 
-def targets_of(
-    target: object, rows: int, chunks: int, readers: tuple[int | None, int | None] = (None, None)
-) -> list[Any]:
+def targets_of(target: object, rows: int, chunks: int) -> list[Any]:
     batch = split((torch.zeros(rows, 1),), {}, chunks)
-    batch.cut_target(target, torch.device("cpu"), readers)
+    batch.cut_target(target, torch.device("cpu"))
     return batch.targets or []
 
 

@@ -36,8 +36,8 @@ BAD: dict[str, tuple[int, tuple[Any, ...], Any, type[Exception], str]] = {
         (GOOD,),
         GOOD[:3],
         ValueError,
-        "the inputs on rank 0 have 4 rows and a target tensor on rank 1 has shape (3, 8): wanted as many rows. Give "
-        "all ranks of a pipe the same",
+        "the inputs have 4 rows and a target tensor has shape (3, 8): wanted as many rows, on all ranks of a pipe the "
+        "same",
     ),
     "other micro-batches": (
         1,
