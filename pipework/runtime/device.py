@@ -187,7 +187,7 @@ class Link:
             # Detached: entering no_grad takes the host longer.
             copy = copied(tensor.detach() if tensor.requires_grad else tensor, self._destination.device)
         except torch.OutOfMemoryError as error:
-            add_note(error, no_memory_to_receive(self._destination.device))
+            add_note(error, f"no memory on {self._destination.device} for a tensor that was sent there")
             raise
         return copy.requires_grad_() if tensor.requires_grad else copy
 
@@ -197,11 +197,6 @@ def record_on(stream: torch.Stream, tensors: Iterable[Tensor | None]) -> None:
     for tensor in tensors:
         if tensor is not None and tensor.device == stream.device:
             tensor.record_stream(stream)
-
-
-def no_memory_to_receive(device: torch.device) -> str:
-    """The note on an error of a copy that found no memory."""
-    return f"no memory on {device} for a tensor that was sent there"
 
 
 def link(source: WorkerDevice, destination: WorkerDevice) -> Link | None:

@@ -32,17 +32,17 @@ class Failure:
     Attributes:
         happened: whether an action has failed.
         error: the first exception, until `raise_first` raises it.
-        action: in which it was raised; None: in none, or in another process.
+        place: the stage, micro-batch and action in which it was raised; empty: in none, or in another process.
     """
 
-    __slots__ = ("__weakref__", "_explained", "_lock", "_stop", "action", "error", "happened")
+    __slots__ = ("__weakref__", "_explained", "_lock", "_stop", "error", "happened", "place")
 
     def __init__(
         self, stop: Callable[[], None], explained: Callable[[BaseException], BaseException] | None = None
     ) -> None:
         self.happened = False
         self.error: BaseException | None = None
-        self.action: Action | None = None
+        self.place = ""
         self._stop = stop
         self._explained = explained
         self._lock = threading.RLock()
@@ -54,8 +54,9 @@ class Failure:
                 return
             if action is not None:
                 which = f", micro-batch {action.micro_batch}" if action.micro_batch >= 0 else ""
-                add_note(error, f"stage {action.stage}{which}, action {action.kind}")
-            self.error, self.action = error, action
+                self.place = f"stage {action.stage}{which}, action {action.kind}"
+                add_note(error, self.place)
+            self.error = error
             self.happened = True
         self._stop()
 

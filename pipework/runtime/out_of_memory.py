@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipework.runtime.device import is_accelerator, no_memory_to_receive
+from pipework.runtime.device import is_accelerator
 from pipework.runtime.failure import add_note
 from pipework.schedule.draw.units import aligned, memory_text
 from pipework.values.tensor_form import bytes_of
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pipework.runtime.failure import Failure
     from pipework.runtime.stage.stage import Stage
     from pipework.runtime.stage.stage_run import StageRun
-    from pipework.schedule import Action
 
 _HINT = (
     "  pipe.predict says before a step what each device will hold; it is less with more chunks, schedule='1f1b', "
@@ -43,20 +43,19 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def note_memory(
-    error: BaseException | None, action: Action | None, stages: Sequence[Stage], runs: Sequence[StageRun]
-) -> None:
-    """If the error says that memory has run out, adds a note with a table of the memory of every stage.
+def note_memory(failure: Failure, stages: Sequence[Stage], runs: Sequence[StageRun]) -> None:
+    """If memory has run out, adds a note with a table of the memory of every stage.
 
     Args:
-        error: of a run.
-        action: that raised it; None: it was raised in none.
+        failure: of a run.
         stages: of this process.
         runs: of these stages, before they drop their tensors.
     """
-    if error is not None and is_out_of_memory(error):
-        with contextlib.suppress(Exception):  # an error of the table must not replace the first one
-            add_note(error, "\n".join([_heading(error, action, stages), *table(stages, runs), _HINT]))
+    if failure.error is None or not is_out_of_memory(failure.error):
+        return
+    with contextlib.suppress(Exception):  # an error of the table must not replace the first one
+        where = f"out of memory in {failure.place}; " if failure.place else ""
+        add_note(failure.error, "\n".join([f"{where}memory of the stages", *table(stages, runs), _HINT]))
 
 
 def table(stages: Sequence[Stage], runs: Sequence[StageRun]) -> list[str]:
@@ -87,17 +86,6 @@ def spans(numbers: Iterable[int]) -> str:
     groups = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in group] for _, group in groups]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _heading(error: BaseException, action: Action | None, stages: Sequence[Stage]) -> str:
-    """Where the memory has run out."""
-    places = {stage.index: stage.device.device for stage in stages}
-    notes = getattr(error, "__notes__", ())
-    sent = [device for device in places.values() if f"pipework: {no_memory_to_receive(device)}" in notes]
-    if action is None or action.stage not in places:
-        return "memory of the stages"
-    which = f"action {action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"
-    return f"out of memory on {(sent or [places[action.stage]])[0]} in {which}; memory of the stages then"
 
 
 def _size(tensors: Iterable[Tensor | None]) -> int:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from pipework.schedule import (
     simulate,
-    split_at_loss,
     validate,
     with_communication,
     with_gradient_reduction,
@@ -151,8 +150,5 @@ class Program:
     @cached_property
     def loss_may_be_outside(self) -> bool:
         """Whether all forwards of the schedule come before all backwards."""
-        try:
-            split_at_loss(self.schedule)
-        except ValueError:
-            return False
-        return True
+        kinds = self.schedule.table.letters(phase="forward")
+        return all(list(row) == sorted(row, key=lambda each: each.kind not in kinds) for row in self.schedule.orders)

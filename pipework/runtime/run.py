@@ -88,8 +88,7 @@ class PipeRun:
             for worker in self._workers:
                 worker.disconnect()
         if failure.happened:
-            stages, runs = engine.stages.values(), self._spec.runs.values()
-            note_memory(failure.error, failure.action, list(stages), list(runs))
+            note_memory(failure, list(engine.stages.values()), list(self._spec.runs.values()))
         self._transport.close()
 
     def collect(self) -> tuple[list[Message], list[Message]]:

@@ -63,19 +63,19 @@ class Endpoint(Protocol):
 
 
 class Transport(Protocol):
-    """Connects the workers of one run with each other and with the outside."""
+    """Connects the workers of one run with each other and with the outside.
+
+    Attributes:
+        outside: the endpoint of the thread that called the pipe. It sends before the run, and receives after it.
+        failure: of the run; the first one wakes every worker that waits, which raises `Stopped`.
+    """
+
+    outside: Endpoint
+    failure: Failure
 
     @property
     def endpoints(self) -> Mapping[int, Endpoint]:
         """The endpoints of this process, by the number of the worker."""
-
-    @property
-    def outside(self) -> Endpoint:
-        """The endpoint of the thread that called the pipe. It sends before the run, and receives after it."""
-
-    @property
-    def failure(self) -> Failure:
-        """Of the run; the first one wakes every worker that waits, which raises `Stopped`."""
 
     def close(self) -> None:
         """After the run: drops everything of the mini-batch."""
@@ -196,7 +196,7 @@ class LocalTransport:
         copies = any(link is not None for link in links.values())
         to_workers = [links.get((worker, worker)) for worker in placement]
         self.failure = Failure(partial(_wake_all, inboxes))
-        self.outside = LocalEndpoint(self._boxes, None, [None] * len(placement), to_workers, copies=copies)
+        self.outside: Endpoint = LocalEndpoint(self._boxes, None, [None] * len(placement), to_workers, copies=copies)
         self.endpoints = {
             number: LocalEndpoint(
                 self._boxes,

@@ -7,6 +7,7 @@ import contextvars
 import os
 import threading
 import weakref
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -108,28 +109,26 @@ class WorkerThreads:
             interrupted(interruption)
 
 
+@dataclass(slots=True, eq=False)
 class _Task:
     """A job in a worker's queue, into which it may be put twice."""
 
-    __slots__ = ("_job", "_wake", "ended", "queued", "share")
-
-    def __init__(self, job: Callable[[], None], share: int, wake: SimpleQueue[None]) -> None:
-        self._job: Callable[[], None] | None = job
-        self._wake = wake
-        self.share = share
-        self.queued = False
-        self.ended = False
+    job: Callable[[], None] | None
+    share: int
+    wake: SimpleQueue[None]
+    queued: bool = False
+    ended: bool = False
 
     def run(self) -> None:
         """Runs the job at the first call, and does nothing at later ones."""
-        job, self._job = self._job, None
+        job, self.job = self.job, None
         if job is None:
             return
         job()
         # The caller may drop the mini-batch and need its memory at once, so no reference may stay here.
         del job
         self.ended = True
-        self._wake.put(None)
+        self.wake.put(None)
 
 
 def _serve(queue: SimpleQueue[Any], device: WorkerDevice) -> None:

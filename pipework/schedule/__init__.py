@@ -33,12 +33,12 @@ from pipework.schedule.passes.recompute import (
 from pipework.schedule.passes.sharding import with_sharding
 from pipework.schedule.placement import loop_placement, wave_placement
 from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build, schedule_spec
-from pipework.schedule.schedule import Schedule, restricted, split_at_loss
+from pipework.schedule.schedule import Schedule, restricted
 from pipework.schedule.timeline import Interval, Timeline
 
 # What a schedule is; named schedules; passes; what a schedule needs and costs; pictures and files.
 __all__ = ["KINDS", "Action", "ActionKind", "Kinds", "Schedule", "loop_placement", "wave_placement"]
-__all__ += ["SCHEDULES", "ScheduleSpec", "build", "list_schedule", "restricted", "schedule_spec", "split_at_loss"]
+__all__ += ["SCHEDULES", "ScheduleSpec", "build", "list_schedule", "restricted", "schedule_spec"]
 __all__ += ["fill_drain", "forward_only", "looped_bfs", "one_forward_one_backward", "eager_1f1b", "interleaved_1f1b"]
 __all__ += ["zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v", "hanayo"]
 __all__ += ["spread_evenly", "with_recompute", "with_recompute_on_stages", "without_recompute", "with_sharding"]

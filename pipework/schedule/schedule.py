@@ -183,39 +183,3 @@ def restricted(schedule: Schedule, micro_batches: int) -> Schedule:
         return schedule
     orders = tuple(tuple(action for action in order if action.micro_batch < micro_batches) for order in schedule.orders)
     return replace(schedule, orders=orders)
-
-
-def split_at_loss(schedule: Schedule) -> tuple[Orders, Orders]:
-    """Split every worker's order before its first action that is no forward.
-
-    The pipe runs the first phase, the caller computes the loss of all outputs, and the pipe runs the second phase.
-
-    Args:
-        schedule: no worker may have a forward after its first backward (or recompute).
-
-    Returns:
-        The orders before the loss, and the orders after it.
-
-    Raises:
-        ValueError: a forward comes after another action, so the loss must be computed inside the pipe.
-
-    Example:
-        >>> from pipework.schedule import fill_drain
-        >>> fill, drain = split_at_loss(fill_drain(2, 1))
-        >>> [str(action) for order in drain for action in order]
-        ['0B0', '1B0']
-    """
-    forward = schedule.table.letters(phase="forward")
-    fill = []
-    drain = []
-    for worker, order in enumerate(schedule.orders):
-        cut = next((position for position, action in enumerate(order) if action.kind not in forward), len(order))
-        late = next((action for action in order[cut:] if action.kind in forward), None)
-        if late is not None:
-            raise ValueError(
-                f"schedule {schedule.name!r} runs the forward {late} on worker {worker} after {order[cut]}, so it "
-                "needs the loss inside the pipe: give the pipe a loss_fn and a target, or choose schedule='gpipe'"
-            )
-        fill.append(order[:cut])
-        drain.append(order[cut:])
-    return tuple(fill), tuple(drain)

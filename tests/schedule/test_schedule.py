@@ -16,9 +16,7 @@ from pipework.schedule import (
     interleaved_1f1b,
     one_forward_one_backward,
     restricted,
-    split_at_loss,
     validate,
-    with_recompute,
 )
 
 F, B = Action("F", 0, 0), Action("B", 0, 0)
@@ -95,19 +93,6 @@ def test_needs_no_torch():
 
 def orders(text):
     return tuple(tuple(map(Action.parse, line.split())) for line in text.strip().splitlines())
-
-
-def test_cuts_before_the_first_action_that_is_no_forward():
-    fill, drain = split_at_loss(with_recompute(fill_drain(2, 2), 1))
-    assert fill == orders("0F0 0F1\n1F0 1F1")
-    assert drain == orders("0R0 0B0 0B1\n1R0 1B0 1B1")
-
-
-def test_refuses_a_forward_after_a_backward():
-    one_f_one_b = Schedule("1f1b", (0, 1), orders("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"))
-    assert validate(one_f_one_b).ok
-    with pytest.raises(ValueError, match=r"'1f1b' runs the forward 1F1 on worker 1 after 1B0.*loss inside"):
-        split_at_loss(one_f_one_b)
 
 
 def test_the_first_micro_batches_stay_in_their_order():

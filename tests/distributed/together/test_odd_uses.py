@@ -325,5 +325,5 @@ def test_a_rank_without_memory_says_what_its_own_stages_hold(mesh: Mesh) -> None
     if mesh.rank == 1:
         (held,) = [note for note in caught.value.__notes__ if "memory of the stages" in note]
         heading, columns, row, _ = held.splitlines()
-        assert "out of memory on cpu in action F of stage 1, micro-batch 0" in heading
+        assert "out of memory in stage 1, micro-batch 0, action F" in heading
         assert (columns.split()[0], row.split()[:4]) == ("stage", ["1", "cpu", "80", "B"])
