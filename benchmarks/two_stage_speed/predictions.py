@@ -79,14 +79,17 @@ def forecast(subjects: Mapping[str, Subject], steps: int) -> dict[str, Forecast]
         name: Forecast(
             [recording.timeline(number).makespan for number in recording.steps],
             recording.predicted().makespan,
-            [
-                simulate(recording.schedule, recording.costs(number), loss_outside=recording.loss_outside).makespan
-                for number in recording.steps
-            ],
+            [replayed(recording, number) for number in recording.steps],
             before[name],
         )
         for name, recording in recordings.items()
     }
+
+
+def replayed(recording: Recording, step: int) -> float:
+    """The seconds of a step, predicted from its own costs."""
+    found = recording.predicted(step)
+    return simulate(found.schedule, recording.costs(step), loss_outside=found.options.loss_outside).makespan
 
 
 def report(forecasts: Mapping[str, Forecast], steps: int) -> list[Verdict]:

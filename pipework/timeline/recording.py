@@ -38,25 +38,20 @@ class Recording:
     """Measured steps of a pipe.
 
     Args:
-        schedule: the schedule of the steps, unless :meth:`begin` changes it.
-        loss_outside: whether the loss is computed outside of the pipe, unless :meth:`begin` changes it.
         counts: whether the numbers only count what is recorded here: then titles have "mini-batch 1 of 3" instead of
             "step 0".
         memory: whether the runtime counts bytes, too, which makes operators slower; otherwise they are 0.
 
     Example:
         >>> from pipework.schedule import Action, fill_drain
-        >>> recording = Recording(fill_drain(1, 1))
+        >>> recording = Recording()
+        >>> recording.begin(0, fill_drain(1, 1), loss_outside=True)
         >>> recording.add(0, [Interval(0, Action("F", 0, 0), 5.0, 5.5), Interval(0, Action("B", 0, 0), 5.5, 6.5)])
         >>> recording.timeline().makespan, recording.costs().forward
         (1.5, (0.5,))
     """
 
-    def __init__(
-        self, schedule: Schedule | None = None, loss_outside: bool = True, *, counts: bool = False, memory: bool = True
-    ) -> None:
-        self.schedule = schedule
-        self.loss_outside = loss_outside
+    def __init__(self, *, counts: bool = False, memory: bool = True) -> None:
         self._counts = counts
         self.memory = memory
         self._steps: dict[int, _Step] = {}
@@ -64,47 +59,24 @@ class Recording:
     def __repr__(self) -> str:
         return f"Recording({len(self._steps)} steps)"
 
-    def begin(self, step: int, schedule: Schedule | None = None, *, loss_outside: bool | None = None) -> None:
+    def begin(self, step: int, schedule: Schedule, *, loss_outside: bool) -> None:
         """Begins a step.
 
         Args:
             step: its number, from 0.
-            schedule: its schedule; a last batch may have fewer micro-batches. None: that of the step before.
-            loss_outside: whether its loss is computed outside of the pipe. None: as in the step before.
-
-        Raises:
-            ValueError: the number is negative or was recorded before, or no schedule is known.
+            schedule: its schedule; a last batch may have fewer micro-batches.
+            loss_outside: whether its loss is computed outside of the pipe.
         """
-        if checked_step(step) in self._steps:
-            raise ValueError(f"step {step} has been recorded already: give each step its own number")
-        self.schedule = schedule if schedule is not None else self.schedule
-        self.loss_outside = loss_outside if loss_outside is not None else self.loss_outside
-        if self.schedule is None:
-            raise ValueError(f"no schedule is known for step {step}: pass one to begin(), or to Recording()")
-        self._steps[step] = _Step(self.schedule, self.loss_outside)
+        self._steps[step] = _Step(schedule, loss_outside)
 
     def add(self, step: int, intervals: Iterable[Interval]) -> None:
-        """Add intervals to a step; it may be called several times for a step.
+        """Adds intervals to a step that has begun; a step with the loss outside has two runs.
 
         Args:
-            step: its number; the step begins if it has not.
+            step: its number.
             intervals: in seconds of a clock that all workers share, and in bytes.
-
-        Raises:
-            ValueError: a worker does not exist, or no schedule is known.
         """
-        if step not in self._steps:
-            self.begin(step)
-        record, added = self._steps[step], [interval._replace(step=step) for interval in intervals]
-        last = record.schedule.workers - 1
-        if unknown := {interval.worker for interval in added} - {*range(last + 1)}:
-            raise ValueError(f"worker is {min(unknown)}, but the schedule of step {step} has the workers 0 to {last}")
-        record.intervals.extend(added)
-
-    @property
-    def workers(self) -> int:
-        """Number of workers of the last schedule; 0 if none is known."""
-        return self.schedule.workers if self.schedule is not None else 0
+        self._steps[step].intervals.extend(interval._replace(step=step) for interval in intervals)
 
     @property
     def steps(self) -> list[int]:
@@ -148,9 +120,9 @@ class Recording:
     def costs(self, step: int | None = None) -> Costs:
         """Measured costs: for each stage the median time of each kind of action, and the memory of a micro-batch.
 
-        Times are in seconds, memory in bytes. Kinds that were not recorded are None, and :class:`Costs` derives them:
-        half a backward for each half, both halves for a backward, a forward for a recompute. Times of actions do not
-        include waiting; a transfer is measured if a worker waited for it.
+        Times are in seconds, memory in bytes. What a stage never did follows from what it did: half a backward for
+        each half, both halves for a backward, a forward for a recompute. Times of actions do not include waiting; a
+        transfer is measured if a worker waited for it.
 
         Args:
             step: of this step only; None: of all steps.
@@ -254,18 +226,15 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
         stages: number of stages.
 
     Returns:
-        Costs in the units of the timelines. Kinds that were not recorded on any stage are None, and :class:`Costs`
-        derives them: half a backward for each half, both halves for a backward, a forward for a recompute. Single
-        stages without a record get the same values. Without any backward, backwards cost 0.
+        Costs in the units of the timelines. What a stage never did follows from what it did: half a backward for each
+        half, both halves for a backward, a forward for a recompute. Without any backward, backwards cost 0.
 
     Example:
         >>> from pipework.schedule import Action, Interval
         >>> line = Timeline((Interval(0, Action("F", 0, 0), 0.0, 2.0, held=64.0),), workers=1)
         >>> costs = measured_costs([line], stages=1)
-        >>> costs.forward, costs.activation
-        ((2.0,), (64.0,))
-        >>> print(costs.recompute)
-        None
+        >>> costs.forward, costs.recompute, costs.activation
+        ((2.0,), (2.0,), (64.0,))
     """
     samples: _Samples = defaultdict(list)
     for line in lines:
@@ -281,33 +250,23 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
                 samples[row.holds, stage].append(interval.held)
         for boundary, delay in _delays(line, stages):
             samples["transfer", boundary].append(delay)
-    recorded = {name for name, _ in samples}
-    found = {name: _typical(samples, name, stages) for name in recorded - {"", "message", "transfer"}}
-    for name in ("transfer", "message"):
-        found[name] = _typical(samples, name, stages - 1)
-    for name in ("forward", "activation", "checkpoint_activation"):
-        found[name] = _typical(samples, name, stages)
-    forward = found["forward"]
-    if "recompute" in recorded:
-        found["recompute"] = _typical(samples, "recompute", stages, forward)
-    if "waiting" in recorded:
-        found["waiting"] = _typical(samples, "waiting", stages, found["activation"])
-    halves = ("input_gradient", "weight_gradient")
-    half = tuple(both / 2 for both in _typical(samples, "backward", stages))
-    split = not recorded.isdisjoint(halves)
-    if split:
-        found |= {name: _typical(samples, name, stages, half) for name in halves}
-    if "backward" in recorded or not split:
-        # Without any recorded backward the cost is 0, and not the default of Costs.
-        both = tuple(map(sum, zip(*(found.get(name, half) for name in halves), strict=True)))
-        found["backward"] = _typical(samples, "backward", stages, both)
+
+    def typical(name: str, otherwise: Sequence[float] = (0.0,) * stages, count: int = stages) -> tuple[float, ...]:
+        """The medians; for stages without a sample, the values of `otherwise`."""
+        return tuple(median(samples.get((name, stage), [otherwise[stage]])) for stage in range(count))
+
+    found = {name: typical(name) for name, _ in samples if name} | {
+        name: typical(name, count=stages - 1) for name in ("transfer", "message")
+    }
+    for name in ("forward", "backward", "activation", "checkpoint_activation"):
+        found[name] = typical(name)
+    half = tuple(time / 2 for time in found["backward"])
+    halves = [typical(name, half) for name in ("input_gradient", "weight_gradient")]
+    found["input_gradient"], found["weight_gradient"] = halves
+    found["backward"] = typical("backward", tuple(map(sum, zip(*halves, strict=True))))
+    found["recompute"] = typical("recompute", found["forward"])
+    found["waiting"] = typical("waiting", found["activation"])
     return Costs(**found)
-
-
-def _typical(samples: _Samples, name: str, stages: int, otherwise: Sequence[float] = ()) -> tuple[float, ...]:
-    """The medians; for stages without a sample, the values of `otherwise`, or 0."""
-    missing = otherwise or (0.0,) * stages
-    return tuple(median(samples.get((name, stage), [missing[stage]])) for stage in range(stages))
 
 
 def _delays(line: Timeline, stages: int) -> Iterator[tuple[int, float]]:

@@ -6,10 +6,10 @@ show the values and gradients that go from stage to stage, and a counter shows m
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 from pipework.schedule import Interval, Timeline
@@ -35,7 +35,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     """
     scale = 1e6 if timeline.unit == "s" else 1e3
     rows = tracks(timeline)
-    events = [*_names(rows), *_slices(timeline, rows, scale), *_flows(timeline, rows, scale)]
+    events = [*_names(rows), *_slices(timeline, rows, scale), *_flows(timeline, scale)]
     if timeline.knows_memory:
         events.extend(_memory(timeline, scale))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -73,11 +73,28 @@ def _slices(timeline: Timeline, rows: Sequence[Track], scale: float) -> Iterator
             yield _event("X", str(interval.action), row.worker, row.number, cat=name, **times, args=known)
 
 
-def _flows(timeline: Timeline, rows: Sequence[Track], scale: float) -> Iterator[Event]:
-    for number, (name, stops) in enumerate(flows(timeline, rows)):
-        for phase, (worker, track, time) in zip(["s", *"t" * (len(stops) - 2), "f"], stops, strict=True):
-            bound = {} if phase == "s" else {"bp": "e"}  # bind to the enclosing slice, not to the next one
-            yield _event(phase, name, worker, track, cat="transfer", id=number, ts=time * scale, **bound)
+def _flows(timeline: Timeline, scale: float) -> Iterator[Event]:
+    """An arrow from each action to those that need its value or gradient: in the next stage, or where it is sent."""
+    made: dict[tuple[int, str, int, int], Interval] = {}
+    targets: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for interval in timeline.intervals:
+        kind, stage, micro_batch, _ = interval.action
+        if (product := timeline.table[kind].gives) in ("F", "B"):
+            made[interval.step, product, stage, micro_batch] = interval
+            targets[product, stage].add(stage + (1 if product == "F" else -1))
+    for interval in timeline.communication:
+        kind, stage, _, peer = interval.action
+        targets[kind.removeprefix("SEND_"), stage].add(peer)
+    arrows = itertools.count()
+    for (step, product, stage, micro_batch), source in made.items():
+        for peer in sorted(targets[product, stage]):
+            used = made.get((step, product, peer, micro_batch))
+            if used is not None:
+                name, arrow = "value" if product == "F" else "gradient", next(arrows)
+                # In the middle of both intervals. "bp": the end is of the interval around it, not of the next one.
+                begin, end = ((each.start + each.end) / 2 * scale for each in (source, used))
+                yield _event("s", name, source.worker, cat="transfer", id=arrow, ts=begin)
+                yield _event("f", name, used.worker, cat="transfer", id=arrow, ts=end, bp="e")
 
 
 def _memory(timeline: Timeline, scale: float) -> Iterator[Event]:
@@ -138,75 +155,3 @@ def _lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
             lanes.append(lane)
         lane.append(interval)
     return lanes
-
-
-class Stop(NamedTuple):
-    """A point of a flow: a time within an interval on a worker's track.
-
-    Attributes:
-        worker: number of the worker.
-        track: number of the track.
-        time: in the timeline's unit.
-    """
-
-    worker: int
-    track: int
-    time: float
-
-
-_Place = tuple[Interval, int]  # an interval, and the number of its track
-
-
-def flows(timeline: Timeline, tracks: Sequence[Track]) -> Iterator[tuple[str, list[Stop]]]:
-    """The flows of a timeline, between adjacent stages and between all stages with a transfer.
-
-    Yields:
-        ``"value"`` or ``"gradient"``, and at least two stops in order of time: the action that makes it, the send and
-        the receive if they are known, and the action that needs it.
-
-    Example:
-        >>> from pipework.schedule import fill_drain, simulate
-        >>> line = simulate(fill_drain(2, 1)).timeline
-        >>> next(flows(line, tracks(line)))
-        ('value', [Stop(worker=0, track=0, time=0.5), Stop(worker=1, track=0, time=1.5)])
-    """
-    # By step, direction ("F" for values, "B" for gradients), stages and micro-batch.
-    made: dict[tuple[int, str, int, int], _Place] = {}
-    channels: dict[str, dict[tuple[int, str, int, int, int], _Place]] = {"SEND": {}, "RECV": {}}
-    for track in tracks:
-        for interval in track.intervals:
-            kind, stage, micro_batch, peer = interval.action
-            way, _, direction = kind.partition("_")
-            if (product := timeline.table[kind].gives) in ("F", "B"):
-                made[interval.step, product, stage, micro_batch] = interval, track.number
-            elif way in channels:
-                ends = (stage, peer) if way == "SEND" else (peer, stage)
-                channels[way][(interval.step, direction, *ends, micro_batch)] = interval, track.number
-    near = ((step, way, stage, stage + (1 if way == "F" else -1), number) for step, way, stage, number in made)
-    for edge in dict.fromkeys(chain(near, *channels.values())):
-        step, direction, source, target, micro_batch = edge
-        places = (
-            made.get((step, direction, source, micro_batch)),
-            *(channel.get(edge) for channel in channels.values()),
-            made.get((step, direction, target, micro_batch)),
-        )
-        known = [place for place in places if place is not None]
-        if len(known) > 1:
-            yield "value" if direction == "F" else "gradient", list(_stops(known))
-
-
-def _stops(places: Sequence[_Place]) -> Iterator[Stop]:
-    """A stop in the middle of each interval, so that viewers attach it to this interval and not to an adjacent one.
-
-    The stops of a flow must be in order of time, but a send and its receive may overlap. Then the stop in a channel is
-    in the middle of the part of its interval after the stop before it; if no part remains, the stop is left out.
-    """
-    last = -math.inf
-    for index, (interval, track) in enumerate(places):
-        begin = max(interval.start, last) if track > 0 else interval.start
-        if begin >= interval.end:
-            if 0 < index < len(places) - 1:
-                continue
-            begin = interval.start
-        last = (begin + interval.end) / 2
-        yield Stop(interval.worker, track, last)

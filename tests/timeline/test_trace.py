@@ -1,11 +1,19 @@
 import json
-from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pipework.schedule import Action, Costs, Interval, Timeline, fill_drain, simulate
+from pipework.schedule import (
+    Action,
+    Costs,
+    Interval,
+    Timeline,
+    fill_drain,
+    looped_bfs,
+    simulate,
+    with_gradient_reduction,
+    with_skips,
+)
 from pipework.timeline import trace, trace_json
 
 
@@ -38,49 +46,34 @@ def test_workers_are_named_processes():
     assert {each["args"]["name"] for each in names if each["name"] == "thread_name"} == {"compute"}
 
 
-@given(st.integers(1, 5), st.integers(1, 5))
-def test_flows_go_from_slice_to_slice(workers, micro_batches):
-    line = simulate(fill_drain(workers, micro_batches), Costs(transfer=0.5)).timeline
+@pytest.mark.parametrize("channel", ["unbounded", "pair"])
+def test_arrows_go_from_the_action_that_makes_to_the_one_that_needs(channel):
+    schedule = with_skips(looped_bfs(2, 3, 2), [(0, 3)])
+    line = simulate(schedule, Costs(transfer=0.5, skip_transfer=2), channel=channel).timeline
+    second = tuple(each._replace(step=1, start=each.start + 99, end=each.end + 99) for each in line.intervals)
+    line = replace(line, intervals=line.intervals + second)
 
     def slice_at(event):
-        (name,) = [
-            each["name"]
+        (found,) = [
+            (each["name"], each["args"]["step"])
             for each in events(line, "X")
-            if each["pid"] == event["pid"] and each["ts"] <= event["ts"] < each["ts"] + each["dur"]
+            if (each["pid"], each["tid"]) == (event["pid"], event["tid"])
+            and each["ts"] <= event["ts"] < each["ts"] + each["dur"]
         ]
-        return name
+        return found
 
     ends = {event["id"]: event for event in events(line, "f")}
-    found = {(slice_at(start), slice_at(ends.pop(start["id"]))) for start in events(line, "s")}
+    found = {(event["name"], *slice_at(event), *slice_at(ends.pop(event["id"]))) for event in events(line, "s")}
     assert not ends
-    wanted = {(f"{s}F{m}", f"{s + 1}F{m}") for s in range(workers - 1) for m in range(micro_batches)}
-    wanted |= {(f"{s + 1}B{m}", f"{s}B{m}") for s in range(workers - 1) for m in range(micro_batches)}
+    pairs = [(0, 1), (1, 2), (2, 3), *([(0, 3)] if channel == "pair" else [])]  # a skip is known by its transfers
+    wanted = {("value", f"{s}F{m}", step, f"{t}F{m}", step) for s, t in pairs for m in range(3) for step in (0, 1)}
+    wanted |= {("gradient", f"{t}B{m}", step, f"{s}B{m}", step) for s, t in pairs for m in range(3) for step in (0, 1)}
     assert found == wanted
-
-
-def with_channels(schedule, skip=None):
-    """A prediction with a send and a receive between each forward or backward and the next stage's.
-
-    `skip` is a pair of stages with transfers of their own, which take longer and overlap with the others.
-    """
-    line = simulate(schedule, Costs(transfer=0.5)).timeline
-    done = {each.action: each for each in line.intervals}
-    stages = range(schedule.stages)
-    pairs = [(stage, stage + 1) for stage in stages[:-1]] + ([skip] if skip else [])
-    communication = []
-    for micro_batch in range(schedule.micro_batches):
-        for direction, source, target in [("F", *pair) for pair in pairs] + [("B", *pair[::-1]) for pair in pairs]:
-            end = done[Action(direction, source, micro_batch)].end
-            for kind, stage, peer in (("SEND", source, target), ("RECV", target, source)):
-                action = Action(f"{kind}_{direction}", stage, micro_batch, peer)
-                length = 0.5 if abs(source - target) == 1 else 2.0
-                communication.append(Interval(schedule.placement[stage], action, end, end + length))
-    reductions = [Interval(worker, Action("REDUCE_GRAD", worker), line.end, line.end + 2) for worker in range(2)]
-    return Timeline(line.intervals, line.workers, communication=(*communication, *reductions))
+    assert json.loads(trace_json(line)) == trace(line)
 
 
 def test_channels_have_tracks_of_their_own():
-    line = with_channels(fill_drain(2, 2))
+    line = simulate(with_gradient_reduction(fill_drain(2, 2)), Costs(reduce_gradient=2), channel="pair").timeline
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events(line, "M") if e["name"] == "thread_name"}
     assert set(names.values()) >= {"compute", "send", "receive", "reduce"}
     by_name = {each["name"]: each for each in events(line, "X")}
@@ -89,30 +82,6 @@ def test_channels_have_tracks_of_their_own():
     assert send["args"] == {"stage": 0, "micro-batch": 1, "peer": 1, "step": 0}
     assert by_name["1REDUCE_GRAD"]["args"] == {"stage": 1, "step": 0}
     assert len(by_name) == len(line.intervals) + len(line.communication)
-
-
-def test_arrows_go_through_the_channels():
-    line = with_channels(fill_drain(4, 3), skip=(0, 3))
-    starts, steps, ends = (events(line, phase) for phase in "stf")
-    assert set(Counter(each["id"] for each in starts).values()) == {1}
-    assert {each["id"] for each in starts} == {each["id"] for each in ends}
-    assert len(starts) == len(ends) == 2 * 4 * 3
-    slices = events(line, "X")
-    ways = defaultdict(list)
-    for event in sorted((*starts, *steps, *ends), key=lambda event: event["ts"]):
-        (name,) = (
-            each["name"]
-            for each in slices
-            if (each["pid"], each["tid"]) == (event["pid"], event["tid"])
-            and each["ts"] <= event["ts"] < each["ts"] + each["dur"]
-        )
-        ways[event["id"]].append(name)
-    assert ["0F1", "0SEND_F1", "1RECV_F1", "1F1"] in ways.values()
-    assert ["2B1", "2SEND_B1", "1RECV_B1", "1B1"] in ways.values()
-    assert ["0F2", "0SEND_F2@3", "3RECV_F2@0", "3F2"] in ways.values(), "a skip connection's value"
-    assert ["3B2", "3SEND_B2@0", "0RECV_B2@3", "0B2"] in ways.values(), "and its gradient"
-    assert all(len(way) == 4 for way in ways.values())
-    assert json.loads(trace_json(line)) == trace(line)
 
 
 def test_memory_grows_when_an_action_starts_and_shrinks_when_one_ends():
