@@ -97,17 +97,16 @@ def test_what_no_checkpoint_has_is_initialised_and_draws_nothing_from_the_caller
     pipe = Pipe(nn.Sequential(nn.Linear(6, 6), Masked(6)), balance=[1, 1], devices=["cpu", "cpu"])
     save_checkpoint(tmp_path, pipe, step=1)
     state = torch.get_rng_state()
-    masks = []
+    others = []
     for _ in range(2):
         torch.manual_seed(3)
-        other = Pipe(on_meta(lambda: nn.Sequential(nn.Linear(6, 6), Masked(6))), balance=[2])
-        assert waiting(other) == ["1.scale"]
-        load_checkpoint(tmp_path, other)
+        others.append(Pipe(on_meta(lambda: nn.Sequential(nn.Linear(6, 6), Masked(6))), balance=[2]))
+        assert waiting(others[-1]) == ["1.scale"]
+        load_checkpoint(tmp_path, others[-1])
         assert torch.equal(torch.get_rng_state(), state)
-        assert_same(snapshot(other), snapshot(pipe))
-        masks.append(other[1].mask)
-    assert masks[0].min() >= 0.5
-    assert torch.equal(*masks)
+        assert_same(snapshot(others[-1]), snapshot(pipe))
+    assert others[0][1].mask.min() >= 0.5
+    assert torch.equal(*(other[1].mask for other in others))
 
 
 def test_a_load_that_fails_leaves_them_without_data(tmp_path):

@@ -20,7 +20,10 @@ def assert_goes_on(directory, before, after, kind, *, dtype=torch.float32, steps
     pipe = make_pipe(before).to(dtype)
     optimizer = OPTIMIZERS[kind](pipe)
     train(pipe, optimizer, steps)
+    saved, draws = {**snapshot(pipe), **remembered(optimizer)}, torch.get_rng_state()
     save_checkpoint(directory, pipe, optimizer, step=steps)
+    assert_same({**snapshot(pipe), **remembered(optimizer)}, saved)
+    assert torch.equal(torch.get_rng_state(), draws)
     expected = train(pipe, optimizer, 2)
     torch.manual_seed(2)  # the other one begins elsewhere
     other = make_pipe(after).to(dtype)
@@ -34,14 +37,6 @@ def assert_goes_on(directory, before, after, kind, *, dtype=torch.float32, steps
 @pytest.mark.parametrize(("before", "after", "kind"), SAMPLE)
 def test_goes_on_as_if_it_had_never_stopped(tmp_path, before, after, kind):
     assert_goes_on(tmp_path, before, after, kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.timeout(600)
-def test_goes_on_from_anything_to_anything(tmp_path, kind):
-    for number, (before, after) in enumerate(itertools.product(CUTS, CUTS)):
-        assert_goes_on(tmp_path / str(number), before, after, kind)
 
 
 OTHERWISE = [  # NAdam and ASGD remember float32 numbers whatever the parameters are, which PyTorch would cast
@@ -61,14 +56,9 @@ def test_the_rest_of_a_run(tmp_path):
 
     def parts(pipe):
         optimizer = OPTIMIZERS["groups"](pipe)
-        scheduler = torch.optim.lr_scheduler.SequentialLR(
-            optimizer,
-            [
-                torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3),
-                torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 5]),
-            ],
-            [3],
-        )
+        first = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
+        second = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 5])
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], [3])
         return optimizer, scheduler, torch.amp.GradScaler("cpu", growth_interval=1)
 
     pipe = make_pipe()
@@ -91,17 +81,6 @@ def test_the_rest_of_a_run(tmp_path):
         assert_same(actual, wanted)
     assert again.state_dict() == scheduler.state_dict()
     assert (torch.rand(1), random.random(), np.random.rand()) == drawn
-
-
-def test_saving_changes_nothing(tmp_path):
-    pipe = make_pipe()
-    optimizer = OPTIMIZERS["adam"](pipe)
-    train(pipe, optimizer, 1)
-    before, state, draws = snapshot(pipe), remembered(optimizer), torch.get_rng_state()
-    save_checkpoint(tmp_path, pipe, optimizer, step=1)
-    assert_same(snapshot(pipe), before)
-    assert_same(remembered(optimizer), state)
-    assert torch.equal(torch.get_rng_state(), draws)
 
 
 @pytest.mark.parametrize("after", [1, 2])

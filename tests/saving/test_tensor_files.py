@@ -17,7 +17,7 @@ def tensors():
     return made | {"view": made["torch.float32"][1:, ::2], "again": made["torch.float32"]}
 
 
-def test_the_library_reads_what_was_written(tmp_path):
+def test_the_library_reads_what_was_written_and_elements_are_aligned(tmp_path):
     file = tmp_path / "x.safetensors"
     made = tensors()
     checksum = write_tensors(file, made)
@@ -28,25 +28,15 @@ def test_the_library_reads_what_was_written(tmp_path):
         assert Kind.of(read[name]) == Kind.of(tensor)
         flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (read[name], tensor)]
         assert torch.equal(*flat), name
-
-
-def test_each_tensor_begins_where_its_elements_may(tmp_path):
-    file = tmp_path / "x.safetensors"
-    dtypes = {"a": torch.uint8, "b": torch.float32, "c": torch.int16}
-    write_tensors(file, {name: torch.ones(3, dtype=dtype) for name, dtype in dtypes.items()})
     (length,) = struct.unpack("<Q", file.read_bytes()[:8])
     header = json.loads(file.read_bytes()[8 : 8 + length])
     assert length % 8 == 0
-    assert {name: entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"} == {
-        "b": 0,
-        "c": 12,
-        "a": 18,
-    }
+    assert [name for name in made if header[name]["data_offsets"][0] % made[name].itemsize] == []
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}x", struct.pack("<Q", 2**40) + b"{"])
-def test_no_safetensors_file(tmp_path, content):
+def test_no_safetensors_file(tmp_path):
     file = tmp_path / "x.safetensors"
-    file.write_bytes(content)
-    with pytest.raises(DamagedError, match=r"x.safetensors: it cannot be read"), open_tensors(file):
-        pass
+    for content in (b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}x", struct.pack("<Q", 2**40) + b"{"):
+        file.write_bytes(content)
+        with pytest.raises(DamagedError, match=r"x.safetensors: it cannot be read"), open_tensors(file):
+            pass

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework.model.parts.leaves import flatten, mapped, tensors_in
-from pipework.model.parts.side_effects import in_mode
+from pipework.model.parts.side_effects import in_mode, put_back
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -72,15 +72,11 @@ def _through(layers: nn.Sequential, arguments: tuple[Any, ...], keywords: dict[s
 
 @contextlib.contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards flags, buffers and the random state are as before."""
+    """Evaluation mode without gradients; afterwards attributes, buffers and the random state are as before."""
     every = [each for module in modules for each in module.modules()]
-    buffers = [(buffer, buffer.clone()) for each in every for buffer in each._buffers.values() if buffer is not None]
-    with in_mode(every, training=False), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    kept = put_back(modules, values=True)
+    with kept, in_mode(every, training=False), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        yield
 
 
 def _difference(expected: Any, actual: Any) -> str | None:
