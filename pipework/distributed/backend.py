@@ -84,7 +84,7 @@ class DistributedBackend(PeerGroup):
         """All processes of the pipe and its replicas."""
         mesh = self.mesh
         return ProcessGroupView(
-            self._position,
+            self.everyone.index(mesh.rank),
             self.everyone,
             mesh.data_parallel_rank,
             mesh.data_parallel_size,

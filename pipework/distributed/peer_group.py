@@ -15,7 +15,6 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipework.backend import Backend
-from pipework.distributed.agreement import agree
 from pipework.distributed.health.errors import PREEMPTED
 from pipework.distributed.health.failure_detector import DetectionTimes
 from pipework.distributed.health.monitor import HealthMonitor
@@ -66,7 +65,6 @@ class PeerGroup(Backend):
         self.pipe_ranks = mesh.ranks
         super().__init__([mesh.device] * len(self.pipe_ranks))
         self.everyone = mesh.everyone
-        self._position = self.everyone.index(mesh.rank)
         self._in_call = threading.Lock()  # held during a call
         self._failure: weakref.ref[Failure] | None = None
         self.stops = self._stop_was_seen = False
@@ -103,21 +101,17 @@ class PeerGroup(Backend):
         members = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         of_mesh = mesh.store.add(f"{PIPES.format(mesh.rank)} among {members}", 1)
         store = PrefixStore(f"pipework/pipe {of_mesh} of {members}", mesh.store)
-        names = list(map(self._named, range(len(ranks))))
-        in_order = [names[self.everyone.index(rank)] for rank in ranks]
-        mine = {**contract, "mesh": mesh.layout}
-        agree(PrefixStore("agreement", store), ranks.index(mesh.rank), in_order, mine, mesh.timeout, ranks)
         self.monitor = HealthMonitor(
             PrefixStore("monitor", store),
-            self._position,
-            names,
+            mesh.rank,
+            {rank: self._named(rank) for rank in self.everyone},
             DetectionTimes(min(0.5, mesh.detect / 6), mesh.detect, action_timeout=mesh.action_timeout),
-            numbers=self.everyone,
             calls=mesh.calls,
             lingers=mesh.hosts_store or mesh.uses_nccl,
         )
         weakref.finalize(self, self.monitor.close)
-        self._connect(store, spec, tensors)
+        self.connections = Connections(mesh, store, spec, tensors, {**contract, "mesh": mesh.layout})
+        self._connect()
         if device_groups := self.connections.device_groups:
             weakref.finalize(self, _end_device_groups, device_groups, self.monitor, mesh, os.getpid())
         self._preemption = Preemption(self.monitor)
@@ -127,29 +121,29 @@ class PeerGroup(Backend):
         hear = weakref.WeakMethod(self._hear_of_failure)
         self.monitor.on_failure(lambda: None if (method := hear()) is None else method())
 
-    def _connect(self, store: PrefixStore, spec: RendezvousSpec, tensors: SharedTensors) -> None:
+    def _connect(self) -> None:
         """Connects with the other ranks; if that fails, the reason is reported to all."""
         self.monitor.progress.action = "making the pipe"
         self.monitor.start()
         try:
             try:
-                self.mesh.refuse_broken_groups()
-                self.connections = Connections(self.mesh, store, spec, tensors)
                 self.connections.make(self.monitor)
             except groups.LostConnectionError as error:
                 raise self.explained(error) from None
         except BaseException as error:
-            self.monitor.report(error, "making the pipe")
+            if self.connections.agreed:
+                self.monitor.report(error, "making the pipe")
             self.monitor.close()  # which sends the report before it ends
             raise
 
-    def _named(self, position: int) -> str:
+    def _named(self, rank: int) -> str:
         """How messages name a rank, such as "rank 3 (stage 1, replica 1)"."""
+        position = self.everyone.index(rank)
         place = self.mesh.place(position)
         which = [named_stages(self._placement, position % len(self.pipe_ranks))]
         only = self.mesh.replica_dimensions
         which += [f"{'replica' if only == (name,) else name} {number}" for name, number in place.items()]
-        return f"rank {self.everyone[position]} ({', '.join(which)})"
+        return f"rank {rank} ({', '.join(which)})"
 
     # ---- calls --------------------------------------------------------------------------------------------------
 
@@ -222,7 +216,11 @@ class PeerGroup(Backend):
             text: of this rank.
         """
         group = self.connections.groups[name]
-        return [each.decode() for each in self.on_worker(lambda: groups.all_gather(group, text.encode()))]
+        texts = [each.decode() for each in self.on_worker(lambda: groups.all_gather(group, text.encode()))]
+        if name == "control":
+            return texts
+        of_rank = dict(zip(sorted(self.everyone), texts, strict=True))
+        return [of_rank[rank] for rank in self.everyone]
 
     def on_worker(self, function: Callable[[], Result]) -> Result:
         """Runs a function that waits for other ranks: on a worker, because no signal could interrupt the caller."""
@@ -267,10 +265,9 @@ class PeerGroup(Backend):
         if not isinstance(error, groups.LostConnectionError):
             return error
         action = describe_action(self.monitor.progress.action)
-        seen = f", seen by {self._named(self._position)} at {action}, in {self.monitor.current}"
+        seen = f", seen by {self._named(self.mesh.rank)} at {action}, in {self.monitor.current}"
         with self.monitor.progress.waits():
-            position = None if error.rank is None else self.everyone.index(error.rank)
-            self.monitor.explain_disconnect(position, seen=seen, cause=error.__cause__)
+            self.monitor.explain_disconnect(error.rank, seen=seen, cause=error.__cause__)
         return self.monitor.error()
 
     def abort(self) -> None:
@@ -279,7 +276,7 @@ class PeerGroup(Backend):
         if failure is not None and failure.error is not None:
             error = self._without_layers(failure.error)
             rank = error.rank if isinstance(error, groups.LostConnectionError) else self.mesh.rank
-            self.monitor.announce_culprit(None if rank is None else self.everyone.index(rank))
+            self.monitor.announce_culprit(rank)
         with self.monitor.progress.waits():  # others know soon, and this rank is not stuck
             self.connections.abort()
 

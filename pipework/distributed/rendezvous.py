@@ -7,10 +7,11 @@ import functools
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from pipework.distributed.agreement import agree
 from pipework.distributed.gradients.data_parallel import DataParallel
 from pipework.distributed.gradients.tied import TiedParameters
 from pipework.distributed.shared_tensors import refuse_any_different, refuse_some_different
@@ -18,7 +19,7 @@ from pipework.distributed.transport import groups
 from pipework.distributed.transport.channel import Channel, DeviceChannel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -59,11 +60,16 @@ class Connections:
             has all ranks that hold the same stages. Each of the others has some of them, such as those with the same
             experts.
         tied: parameters of which other ranks have copies.
+        agreed: whether all ranks have come, with equal contracts. Before, each rank finds by itself what is wrong.
     """
 
     tied: TiedParameters
 
-    def __init__(self, mesh: Mesh, store: Store, spec: RendezvousSpec, tensors: SharedTensors) -> None:
+    def __init__(
+        self, mesh: Mesh, store: Store, spec: RendezvousSpec, tensors: SharedTensors, contract: Mapping[str, Any]
+    ) -> None:
+        self.agreed = False
+        self._contract = contract
         self._mesh = mesh
         self._store = store
         self._spec = spec
@@ -98,6 +104,8 @@ class Connections:
 
         Raises:
             PipelineError: another rank has failed.
+            ValueError: the ranks disagree about the pipe.
+            TimeoutError: a rank has not come.
         """
         errors: list[BaseException] = []
         done = threading.Event()
@@ -132,11 +140,14 @@ class Connections:
 
     def _connect_all(self) -> None:
         mesh, placement = self._mesh, self._spec.placement
-        position = mesh.everyone.index(mesh.rank)
-        own = PrefixStore(f"pipe {position // len(mesh.ranks)}", self._store)
+        in_order = sorted(mesh.everyone)  # which another rank may have in another order, until they have agreed
+        self.groups["everyone"] = self._group(self._store, "everyone", in_order, mesh.rank)
+        agree(self.groups["everyone"], in_order, self._contract)
+        self.agreed = True
+        mesh.refuse_broken_groups()
+        own = PrefixStore(f"pipe {mesh.everyone.index(mesh.rank) // len(mesh.ranks)}", self._store)
         self._connect(own)
         self.groups["control"] = self._group(own, "control", range(len(mesh.ranks)), mesh.worker)
-        self.groups["everyone"] = self._group(self._store, "everyone", range(len(mesh.everyone)), position)
         if mesh.data_parallel_size > 1:
             for ranks in (mesh.replicas, *self._tensors.averaging[1:]):
                 self.every_replicas.append(self._data_parallel(ranks))
@@ -209,12 +220,18 @@ class Connections:
 
         Making a group waits inside of PyTorch for missing members, and nothing ends that wait. So the wait is here.
         """
-        store.set(f"{name}/member {rank}", "")
-        keys = [f"{name}/member {member}" for member in members]
-        pause = 0.001
-        while not store.check(keys):
+        key = f"{name}/member {{}}".format
+        store.set(key(rank), "")
+        pause, deadline = 0.001, time.monotonic() + self._mesh.timeout
+        while not store.check([key(member) for member in members]):
             if self._over.is_set():
                 raise RuntimeError("the rendezvous was ended because a rank has failed")
+            if not self.agreed and time.monotonic() > deadline:
+                missing = [str(member) for member in members if not store.check([key(member)])]
+                raise TimeoutError(
+                    f"rank {', '.join(missing)} did not come within {self._mesh.timeout:.0f} s, and the others of the "
+                    f"{len(members)} ranks of this pipe are there. Look at the logs of the missing ones"
+                )
             time.sleep(pause)
             pause = min(1.5 * pause, _POLL)
         if self._over.is_set():

@@ -25,7 +25,7 @@ def watched(store: TCPStore) -> Iterator[Callable[..., HealthMonitor]]:
     monitors: list[HealthMonitor] = []
 
     def start(rank: int = 0, ranks: int = 2, **times: Any) -> HealthMonitor:
-        names = [f"rank {each} (stage {each})" for each in range(ranks)]
+        names = {each: f"rank {each} (stage {each})" for each in range(ranks)}
         monitor = HealthMonitor(PrefixStore("test", store), rank, names, DetectionTimes(**{**TIMES, **times}))
         monitor.start()
         monitors.append(monitor)

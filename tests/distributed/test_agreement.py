@@ -1,141 +1,68 @@
 """All ranks compare what they were started with: schedule, layers, settings."""
 
-import base64
-import hashlib
-import random
-import re
-import threading
-import time
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 
+from pipework import Mesh, Pipe
 from pipework.assignment.assignment import assign
 from pipework.distributed.agreement import agree, contract
+from pipework.distributed.transport.groups import group_of
 from pipework.schedule import ScheduleSpec, fill_drain, one_forward_one_backward
-from tests.distributed.conftest import HARD
+from tests.jobs import runs_on
 
-Outcomes = dict[int, BaseException | None]
-
-
-def all_agree(store: TCPStore, entries: Mapping[int, Any], ranks: int, timeout: float = HARD) -> Outcomes:
-    """What comes out on each rank that comes."""
-    outcomes: Outcomes = {}
-
-    # Connecting to a store takes seconds now and then, which is no concern of these tests.
-    stores = {rank: PrefixStore("call 1", store.clone()) for rank in entries}
-
-    def one(rank: int) -> None:
-        try:
-            names = [f"rank {each} (stage {each})" for each in range(ranks)]
-            agree(stores[rank], rank, names, entries[rank], timeout)
-            outcomes[rank] = None
-        except BaseException as error:
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in entries]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * HARD)
-    return outcomes
-
-
-SAME = {
-    "schedule": "1f1b",
-    "chunks": 8,
-    "layers": ["Linear(4, 8)", "ReLU"],
-    "versions": {"torch": "2.13", "pipework": "0.1"},
-}
+SAME = {"schedule": "1f1b", "chunks": 8, "layers": ["Linear(4, 8)", "ReLU"], "versions": {"torch": "2.13"}}
+HUGE = {f"layer.{n}.weight": "torch.float32 (1024, 1024)" for n in range(20_000)}
 
 
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"chunks": 4}, "chunks: 8 on rank 0, 2; 4 on rank 1"),
-        ({"layers": ["Linear(4, 8)", "GELU"]}, 'layers, first difference at 1: "ReLU" on rank 0, 2; "GELU" on rank 1'),
-        ({"layers": ["Linear(4, 8)"]}, 'layers, first difference at 1: "ReLU" on rank 0, 2; nothing on rank 1'),
-        (
-            {"versions": {"torch": "2.14", "pipework": "0.1"}},
-            'versions, first difference at torch: "2.13" on rank 0, 2; "2.14" on rank 1',
-        ),
-        ({"more": None}, "more: nothing on rank 0, 2; null on rank 1"),
-        ({"layers": ["Linear(4, 8)", "ReLU", 5]}, "layers, first difference at 2: nothing on rank 0, 2; 5 on rank 1"),
-        ({"layers": []}, 'layers, first difference at 0: "Linear(4, 8)" on rank 0, 2; nothing on rank 1'),
+        ({"chunks": 4}, "chunks: 8 on rank 1, 5; 4 on rank 3"),
+        ({"layers": ["Linear(4, 8)", "GELU"]}, 'layers, first difference at 1: "ReLU" on rank 1, 5; "GELU" on rank 3'),
+        ({"layers": ["Linear(4, 8)"]}, 'layers, first difference at 1: "ReLU" on rank 1, 5; nothing on rank 3'),
+        ({"versions": {"torch": 2}}, 'versions, first difference at torch: "2.13" on rank 1, 5; 2 on rank 3'),
+        ({"more": None}, "more: nothing on rank 1, 5; null on rank 3"),
+        ({"layers": []}, 'layers, first difference at 0: "Linear(4, 8)" on rank 1, 5; nothing on rank 3'),
+        ({"more": HUGE}, 'more, first difference at layer.0.weight: nothing on rank 1, 5; "torch.float32 (1024, 1024)'),
+        ({}, None),
     ],
 )
-@pytest.mark.thorough
-def test_differences_are_shown_on_every_rank(store: TCPStore, changed: dict[str, Any], line: str) -> None:
-    begun = time.monotonic()
-    outcomes = all_agree(store, {0: SAME, 1: {**SAME, **changed}, 2: SAME}, 3)
-    assert time.monotonic() - begun < HARD / 2
-    assert set(outcomes) == {0, 1, 2}
-    for error in outcomes.values():
-        assert type(error) is ValueError
-        assert str(error) == (f"the ranks were started with different settings, and must have the same:\n  {line}")
+def test_differences_are_shown_on_every_rank(changed: dict[str, Any], line: str | None) -> None:
+    store, ranks = HashStore(), [1, 3, 5]
+
+    def one(rank: int) -> str | None:
+        try:
+            agree(group_of(store, "all", ranks, rank), ranks, {**SAME, **changed} if rank == 3 else SAME)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        first, *others = threads.map(one, ranks)
+    assert others == [first, first]
+    if line is None:
+        assert first is None
+    else:
+        assert str(first).startswith(
+            f"the ranks were started with different settings, and must have the same:\n  {line}"
+        )
 
 
-def test_ranks_that_agree_publish_one_contract(store: TCPStore) -> None:
-    parameters = {f"layer.{n}.weight": "torch.float32 (1024, 1024)" for n in range(100_000)}
-    entries = {"parameters": parameters, "weights": "x" * 5_000_000}
-    assert all_agree(store, dict.fromkeys(range(2), entries), 2) == {0: None, 1: None}
-    assert len(store.get("call 1/digest/0")) == 64
-    assert store.num_keys() == 3
-
-
-def test_of_huge_contracts_the_difference_is_shown(store: TCPStore) -> None:
-    many = {f"layer.{n}.weight": "torch.float32 (1024, 1024)" for n in range(20_000)}
-    outcomes = all_agree(store, {0: {"parameters": many}, 1: {"parameters": {**many, "layer.5.weight": 1}}}, 2)
-    line = 'parameters, first difference at layer.5.weight: "torch.float32 (1024, 1024)" on rank 0; 1 on rank 1'
-    for error in outcomes.values():
-        assert str(error).endswith(line)
-    digest = store.get("call 1/digest/0").decode()
-    assert len(store.get(f"call 1/contract/{digest}")) < 200_000  # of 960,000
-
-
-def test_a_contract_that_is_too_long_to_be_sent_is_named_as_different(store: TCPStore) -> None:
-    noise = random.Random(0).randbytes(3_000_000).hex()  # cannot be compressed into what the store takes
-    outcomes = all_agree(store, {0: {"key": noise}, 1: {"key": 5}}, 2)
-    assert re.search(r"the same:\n  key: \"[0-9a-f]*\.\.\. on rank 0; 5 on rank 1$", str(outcomes[0]))
-    assert str(outcomes[1]).endswith("the same:\n  something else, which could not be read, on rank 0")
-
-
-@pytest.mark.parametrize("text", ["5", "[" * 100_000, "{", ""])
-@pytest.mark.thorough
-def test_a_contract_that_cannot_be_read_is_named_as_different(store: TCPStore, text: str) -> None:
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    other = PrefixStore("call 1", store)
-    other.set(f"contract/{digest}", base64.b64encode(zlib.compress(text.encode())).decode())
-    other.set("digest/1", digest)
-    outcomes = all_agree(store, {0: {"key": 5}}, 2)
-    assert str(outcomes[0]).endswith("the same:\n  something else, which could not be read, on rank 1")
-
-
-def test_who_does_not_come_is_named(store: TCPStore) -> None:
-    outcomes = all_agree(store, {0: SAME, 2: SAME}, 3, timeout=1)
-    for error in outcomes.values():
-        assert type(error) is TimeoutError
-        assert re.search(r"rank 1 \(stage 1\) did not come within \d+ s; 2 of 3 ranks are there", str(error))
-
-
-def test_a_difference_does_not_wait_for_who_does_not_come(store: TCPStore) -> None:
-    begun = time.monotonic()
-    outcomes = all_agree(store, {0: SAME, 2: {}}, 3, timeout=10 * HARD)
-    assert time.monotonic() - begun < HARD
-    for error in outcomes.values():
-        assert type(error) is ValueError
-        assert "chunks: 8 on rank 0; nothing on rank 2" in str(error)
-        assert "(rank 1 (stage 1) did not come within" in str(error)
-
-
-def test_errors_before_work(store: TCPStore) -> None:
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        agree(store, 0, ["rank 0", "rank 1"], {"lock": threading.Lock()}, 1)
+@runs_on(2, fresh=True)  # ranks that have made other numbers of pipes do not meet again
+def test_who_does_not_come_is_named(mesh: Mesh) -> None:
+    device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    if mesh.rank == 0:
+        with pytest.raises(TimeoutError, match="rank 1 did not come within 1 s, and the others of the 2 ranks of this"):
+            Pipe(model(), 1, mesh=Mesh.of(device_mesh, timeout=1))
+    dist.barrier()
 
 
 # ---- what is compared ----------------------------------------------------------------------------------------------

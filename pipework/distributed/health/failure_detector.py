@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pipework.distributed.health.status import NO_ACTION, NO_CALL, PeerFailure, describe_action
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from types import FrameType
 
     from pipework.distributed.health.status import Beat, Call, PipeCall
@@ -34,7 +34,6 @@ class DetectionTimes:
         beat: between heartbeats.
         detect: without a heartbeat, after which a rank is lost; without an answer, after which the store is.
         poll: between two reads of what other ranks report.
-        join: until a rank's first heartbeat.
         action_timeout: that a single action of a collective call may take; None: no limit. Waiting for another rank may
             take twice as long.
     """
@@ -42,7 +41,6 @@ class DetectionTimes:
     beat: float = 0.5
     detect: float = 10.0
     poll: float = 0.1
-    join: float = 300.0
     action_timeout: float | None = None
 
     @property
@@ -211,13 +209,13 @@ class FailureDetector:
         calls: of all pipes of this process.
     """
 
-    def __init__(self, rank: int, names: Sequence[str], times: DetectionTimes, calls: ProcessCalls) -> None:
+    def __init__(self, rank: int, names: Mapping[int, str], times: DetectionTimes, calls: ProcessCalls) -> None:
         self._rank = rank
         self._names = names
         self._times = times
         self._calls = calls
         self._clock = CappedClock(times.longest_gap)
-        self._peers = {other: _Peer() for other in range(len(names)) if other != rank}
+        self._peers = {other: _Peer() for other in names if other != rank}
 
     def last_seen(self, rank: int) -> str:
         """What the last heartbeat of a lost rank reported."""
@@ -283,14 +281,9 @@ class FailureDetector:
     def _find_lost(self) -> PeerFailure | None:
         """A rank whose last heartbeat is too old; of several, the one with the oldest."""
         for rank, peer in sorted(self._peers.items(), key=lambda item: -item[1].silence):
-            text = None
-            if peer.beat is None:
-                if peer.silence > self._times.join:
-                    text = f"did not appear within {peer.silence:.1f} s"
-            elif peer.silence > self._times.detect and not peer.left:
-                text = f"lost: no heartbeat for {peer.silence:.1f} s; {self.last_seen(rank)}"
-            if text is not None:
-                return PeerFailure(rank, "lost", f"{self._names[rank]} {text}")
+            if peer.beat is not None and peer.silence > self._times.detect and not peer.left:
+                text = f"{self._names[rank]} lost: no heartbeat for {peer.silence:.1f} s; {self.last_seen(rank)}"
+                return PeerFailure(rank, "lost", text)
         return None
 
     def _find_mismatch(self, mine: Call) -> PeerFailure | None:

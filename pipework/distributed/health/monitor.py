@@ -47,7 +47,7 @@ from pipework.distributed.health.status import Beat, Call, PeerFailure
 from pipework.distributed.health.store_client import StoreClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch.distributed.distributed_c10d import Store
 
@@ -73,9 +73,8 @@ class HealthMonitor:
         store: through which all ranks communicate; the monitor makes a connection of its own. The keys are used once:
             give each monitor its own prefix (`torch.distributed.PrefixStore`).
         rank: this process.
-        names: of all ranks in messages, such as ``"rank 2 (stage 2)"``.
+        names: of all ranks in messages, such as ``{2: "rank 2 (stage 2)"}``.
         times: see `DetectionTimes`.
-        numbers: of all ranks in the job; None: they are those of the monitor.
         calls: of all pipes of this process; None: there are no others.
         lingers: closing waits a moment until the others leave, too: the store ends with this process, or what it has
             sent may be on its way.
@@ -87,7 +86,7 @@ class HealthMonitor:
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> monitor = HealthMonitor(HashStore(), 0, ["rank 0"])
+        >>> monitor = HealthMonitor(HashStore(), 0, {0: "rank 0"})
         >>> monitor.start()
         >>> monitor.begin("training step")
         >>> monitor.progress.action = "optimizer"
@@ -101,10 +100,9 @@ class HealthMonitor:
         self,
         store: Store,
         rank: int,
-        names: Sequence[str],
+        names: Mapping[int, str],
         times: DetectionTimes | None = None,
         *,
-        numbers: Sequence[int] | None = None,
         calls: ProcessCalls | None = None,
         lingers: bool = False,
     ) -> None:
@@ -114,13 +112,12 @@ class HealthMonitor:
         self._times = times or DetectionTimes()
         self._rank = rank
         self._names = names
-        self._numbers = numbers or range(len(names))
         self._calls = calls or ProcessCalls()
         self._pipe = self._calls.add()
         self._lingers = lingers
         self._process = os.getpid()
         self._client = StoreClient(store)  # used by the exchanging thread alone, once it runs
-        self._others = [other for other in range(len(names)) if other != rank]
+        self._others = [other for other in names if other != rank]
         self._detector = FailureDetector(rank, self._names, self._times, self._calls)
         self._stuck = StuckDetector(rank, names[rank], self._times) if self._times.action_timeout is not None else None
         self._call = Call()
@@ -225,7 +222,7 @@ class HealthMonitor:
     def _as_error(self, failure: PeerFailure, text: str) -> PipelineError:
         return PipelineError(
             text,
-            rank=None if failure.rank is None else self._numbers[failure.rank],
+            rank=failure.rank,
             where=failure.where,
             kind=failure.kind,
             traceback_text=failure.traceback_text,
@@ -505,7 +502,7 @@ class HealthMonitor:
         reports = [beat.failure for beat in beats.values() if beat is not None and beat.failure is not None]
         # An exception is the cause of what else is noticed at the same time, such as connections that are closed.
         for failure in sorted(reports, key=lambda each: each.kind != "error"):
-            if failure.rank is None or failure.rank < len(self._names):
+            if failure.rank is None or failure.rank in self._names:
                 self.set_failure(failure)
         if shown is not None:
             self.declare(shown)

@@ -27,7 +27,6 @@ class StoreClient:
 
     Args:
         store: whose server it connects to.
-        own: makes a connection; else the store object itself is used, which must be free at each call.
 
     Attributes:
         answered: how many requests have returned.
@@ -40,9 +39,9 @@ class StoreClient:
         [b'1', None]
     """
 
-    def __init__(self, store: Store, *, own: bool = True) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._connection = _connected(store) if own else store
+        self._connection = _connected(store)
         self._written: set[str] = set()
         self.answered = 0
 

@@ -185,7 +185,7 @@ def test_a_broken_connection_is_made_anew(watched: Watching, caplog: Any) -> Non
 
 def test_a_closed_watch_ends_its_threads(store: TCPStore) -> None:
     earlier = set(threads())
-    monitor = HealthMonitor(PrefixStore("closed", store), 0, ["rank 0"], DetectionTimes(**TIMES))
+    monitor = HealthMonitor(PrefixStore("closed", store), 0, {0: "rank 0"}, DetectionTimes(**TIMES))
     monitor.start()
     assert len(set(threads()) - earlier) == 2
     alive = weakref.ref(monitor)
@@ -236,7 +236,7 @@ class Pipe:
         self.groups = Groups()  # they outlive the finalizer of the pipe
 
 destroying, store = threading.Event(), HashStore()
-monitor, pipes = HealthMonitor(store, 0, ["rank 0", "rank 1"]), [Pipe()]
+monitor, pipes = HealthMonitor(store, 0, {0: "rank 0", 1: "rank 1"}), [Pipe()]
 weakref.finalize(pipes[0], monitor.close)
 monitor.on_failure(pipes.pop)
 monitor.start()
@@ -259,7 +259,7 @@ def test_a_pipe_that_a_monitors_thread_drops_is_destroyed_before_the_interpreter
 
 def monitors(count: int) -> list[HealthMonitor]:
     store = HashStore()
-    names = [f"rank {rank}" for rank in range(count)]
+    names = {rank: f"rank {rank}" for rank in range(count)}
     return [HealthMonitor(store, rank, names, DetectionTimes(**TIMES)) for rank in range(count)]
 
 

@@ -27,7 +27,7 @@ def usual_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed(monitor: HealthMonitor | None = None) -> Iterator[Preemption]:
-    monitor = monitor or HealthMonitor(HashStore(), 0, ["rank 0"])
+    monitor = monitor or HealthMonitor(HashStore(), 0, {0: "rank 0"})
     preemption = Preemption(monitor)
     first, second = (handled_by(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGUSR1))
     with first, second:
@@ -92,7 +92,7 @@ def test_handlers_of_the_program_are_called() -> None:
 
 def test_other_threads_install_nothing() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=Preemption(HealthMonitor(HashStore(), 0, ["rank 0"])).install)
+    thread = threading.Thread(target=Preemption(HealthMonitor(HashStore(), 0, {0: "rank 0"})).install)
     thread.start()
     thread.join(HARD)
     assert signal.getsignal(signal.SIGTERM) == before
@@ -103,7 +103,7 @@ def test_the_handler_of_a_dead_pipe_is_no_native_one(caplog: pytest.LogCaptureFi
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         for rank in range(3):
-            monitor = HealthMonitor(HashStore(), 0, ["rank 0"])
+            monitor = HealthMonitor(HashStore(), 0, {0: "rank 0"})
             preemption = Preemption(monitor)
             preemption.install()
             if rank < 2:
@@ -130,7 +130,7 @@ def child():
     time.sleep(60)
 
 def main(what):
-    monitor = HealthMonitor(HashStore(), 0, ["rank 0"])
+    monitor = HealthMonitor(HashStore(), 0, {0: "rank 0"})
     preemption = Preemption(monitor)
     preemption.install()
     if what == "twice":
