@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -65,7 +64,6 @@ class PeerGroup(Backend):
         self.pipe_ranks = mesh.ranks
         super().__init__([mesh.device] * len(self.pipe_ranks))
         self.everyone = mesh.everyone
-        self._in_call = threading.Lock()  # held during a call
         self._failure: weakref.ref[Failure] | None = None
         self.stops = self._stop_was_seen = False
         self._common_error: BaseException | None = None
@@ -93,7 +91,6 @@ class PeerGroup(Backend):
         mesh = self.mesh
         self._placement = spec.placement
         self._open_workers = weakref.WeakMethod(open_workers)
-        self._has_groups = len(mesh.layer_ranks) > 1 or tensors.are_collective
         mesh.store.add(PIPES.format(mesh.rank), 1)
         # The ranks of a mesh make its pipes in the same order, so each can count them by itself. They may have made
         # others before: of another mesh, or of another slice of the same one.
@@ -153,8 +150,7 @@ class PeerGroup(Backend):
 
         Raises:
             PipelineError: another rank has failed.
-            RuntimeError: another thread of this process is in a call of this pipe, or of one whose layers have the same
-                groups.
+            RuntimeError: another thread of this process is in a call of a pipe over this mesh.
             SystemExit: a process was asked to end, and the program never asked `stopping`; all ranks end before the
                 same training step.
         """
@@ -163,18 +159,18 @@ class PeerGroup(Backend):
             who = f" ({reason})" if reason else ""
             _LOG.warning("leaving before the next training step, as a process was asked to end%s", who)
             raise SystemExit(PREEMPTED)
-        if not self._in_call.acquire(blocking=False):
+        running = self.mesh.calls.running
+        if not running.acquire(blocking=False):
             raise RuntimeError(
-                f"a {what} of this pipe begins in the middle of another call of it, by another thread, a layer or a "
-                "signal handler: all processes make the calls of a pipe in the same order, so make them from one "
-                "thread, one after the other. A handler sets a flag, or calls pipe.request_stop(), which is checked "
-                "between steps"
+                f"a {what} of this pipe begins in the middle of another call of it, or of another pipe over the same "
+                "mesh, by another thread, a layer or a signal handler: all processes make the calls of all pipes in the same "
+                "order, so make them from one thread, one after the other. A handler sets a flag, or calls "
+                "pipe.request_stop(), which is checked between steps"
             )
         try:
             self.monitor.begin(what)
             try:
-                with self.mesh.calls.in_groups(what) if self._has_groups else contextlib.nullcontext():
-                    yield
+                yield
             except BaseException as error:
                 if self._without_layers(error) is not error:  # on the calling thread
                     raise self.explained(error) from None
@@ -185,7 +181,7 @@ class PeerGroup(Backend):
                 self._common_error = None
                 self.monitor.end()
         finally:
-            self._in_call.release()
+            running.release()
 
     def common_error(self, error: ValueError) -> ValueError:
         """See `Backend`.

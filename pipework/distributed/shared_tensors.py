@@ -15,7 +15,6 @@ from pipework.distributed.data_digest import data_digest, tells_rows
 from pipework.values.dtensor import (
     differs_over,
     is_dtensor,
-    is_over_processes,
     local_part,
     placement_text,
     sharding_ranks,
@@ -126,11 +125,6 @@ class SharedTensors:
     def averaged(self, ranks: Sequence[int]) -> list[tuple[str, Tensor]]:
         """The tensors whose gradients are averaged over just these ranks, each with its name."""
         return [(name, tensor) for name, tensor in self._named if self.averaged_over(tensor) == tuple(ranks)]
-
-    @property
-    def are_collective(self) -> bool:
-        """Whether layers may call collectives, as far as the tensors tell."""
-        return self.any_are_local or any(is_over_processes(tensor) for _, tensor in self._named)
 
     def digest_of_trained(self) -> int:
         """A number that differs if other parameters are trained."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -110,16 +109,15 @@ class Progress:
 
 
 class ProcessCalls:
-    """Counts the calls that a process makes of the pipes of one `DeviceMesh`.
+    """Counts the calls that a process makes of the pipes of one `DeviceMesh`, one after the other.
 
-    So ranks that call two pipes in another order find out why they wait. And pipes whose layers call collectives of the
-    same groups are called one after the other.
-
-    All ranks make these pipes in the same order, so each can number them by itself. Threads have no common order: once
-    another thread than the main one has called a pipe, nothing is said of any call.
+    So ranks that call two pipes in another order find out why they wait. All ranks make these pipes in the same order,
+    so each can number them by itself.
 
     Attributes:
         present: the call in which the process is.
+        running: held during a call. Layers of two pipes may call collectives of the same groups, which must not be
+            mixed up.
 
     Example:
         >>> calls = ProcessCalls()
@@ -135,9 +133,8 @@ class ProcessCalls:
 
     def __init__(self) -> None:
         self.present = NO_CALL
+        self.running = threading.Lock()
         self._begun: dict[int, int] = {}  # of each pipe, how many calls
-        self._of_threads = False
-        self._in_groups = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """It hangs on the mesh, of which a copy is of another process."""
@@ -151,9 +148,8 @@ class ProcessCalls:
 
     def begin(self, pipe: int) -> None:
         """A call of that pipe begins."""
-        self._of_threads |= threading.current_thread() is not threading.main_thread()
         self._begun[pipe] += 1
-        self.present = NO_CALL if self._of_threads else (pipe, self._begun[pipe])
+        self.present = pipe, self._begun[pipe]
 
     def end(self) -> None:
         """The present call has ended."""
@@ -163,27 +159,6 @@ class ProcessCalls:
         """Whether another process is in a call of another pipe, which this one has yet to begin after its own call."""
         pipe, number = theirs
         return self.present != NO_CALL and self._begun.get(pipe, number) < number and pipe != self.present[0]
-
-    @contextlib.contextmanager
-    def in_groups(self, what: str) -> Iterator[None]:
-        """Entered around a call of a pipe whose layers call collectives.
-
-        Args:
-            what: the name of the call.
-
-        Raises:
-            RuntimeError: another thread is in such a call.
-        """
-        if not self._in_groups.acquire(blocking=False):
-            raise RuntimeError(
-                f"a {what} of this pipe begins while another thread of this process calls another pipe over the same "
-                "mesh, and their layers have the same groups of processes: collectives of both would be mixed up. Make "
-                "the calls of both from one thread, or give each a mesh of its own, by init_device_mesh"
-            )
-        try:
-            yield
-        finally:
-            self._in_groups.release()
 
 
 @dataclass

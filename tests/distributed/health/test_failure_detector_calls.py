@@ -2,7 +2,6 @@
 
 import copy
 import random
-import threading
 
 from pipework.distributed.health.failure_detector import NO_CALL, ProcessCalls
 
@@ -24,16 +23,6 @@ def test_who_makes_the_same_calls_later_waits_for_what_it_has_not_begun() -> Non
         assert not ahead.waits_for(behind.present)
         ahead.begin(chosen.choice([1, 2, 3]))
         assert behind.waits_for(ahead.present) == (ahead.present[0] != 1)
-
-
-def test_a_process_that_calls_pipes_in_several_threads_says_nothing() -> None:
-    calls = calls_of(2)
-    thread = threading.Thread(target=lambda: (calls.begin(1), calls.end()))
-    thread.start()
-    thread.join()
-    calls.begin(2)
-    assert calls.present == NO_CALL
-    assert not calls.waits_for((1, 5))
 
 
 def test_a_copy_is_of_another_process() -> None:

@@ -1,8 +1,6 @@
 """What goes with layers that are sharded over further dimensions of the mesh, and what is refused there."""
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -253,36 +251,6 @@ def test_a_gradient_that_a_rank_of_a_layer_group_lacks_is_named(mesh: Mesh, monk
     if mesh.rank == 3:
         weight.grad = gradient
     torch.testing.assert_close(pipe.clip_grad_norm_(1.0), norm_of(mean_gradients([7])))
-
-
-class Waiting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.may_go_on = threading.Event(), threading.Event()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.entered.set()
-        assert self.may_go_on.wait(30)
-        return x
-
-
-@runs_on(2)
-def test_pipes_over_one_mesh_are_called_one_after_the_other(mesh: Mesh) -> None:
-    device_mesh = mesh_of(1, 2)
-    waiting = Waiting()
-    one, two = (
-        pipe_of(nn.Sequential(*blocks(device_mesh["tp"]), layer), device_mesh) for layer in (waiting, nn.Identity())
-    )
-    x, y = data()
-    with ThreadPoolExecutor(1) as other:
-        first = other.submit(lambda: one(x, target=y).backward())
-        assert waiting.entered.wait(30)
-        # Also if it was so on another rank.
-        with refused("another thread of this process calls another pipe over the same mesh", RuntimeError):
-            two(x, target=y)
-        waiting.may_go_on.set()
-        first.result()
-    close(one, mean_gradients([7]))
 
 
 @runs_on(2)
