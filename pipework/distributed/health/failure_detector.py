@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from pipework.distributed.health.status import NO_ACTION, NO_CALL, PeerFailure, describe_action
+from pipework.distributed.health.status import NO_CALL, PeerFailure, describe_action
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -163,11 +163,10 @@ class ProcessCalls:
 
 @dataclass
 class _Peer:
-    """The last heartbeat of another rank, the seconds since then, and the number of one that showed another pipe."""
+    """The last heartbeat of another rank, and the seconds since then."""
 
     beat: Beat | None = None
     silence: float = 0.0
-    crossing: int | None = None
 
     @property
     def left(self) -> bool:
@@ -199,14 +198,8 @@ class FailureDetector:
             return "no heartbeat of it was received"
         beat = peer.beat
         # A heartbeat describes the moment in which it was sent; nothing is known about the time after it.
-        if not beat.call.recent:
-            place = f"last seen by a heartbeat from before its first call; they come every {self._times.beat:g} s"
-        elif not beat.call.inside:
-            place = f"last seen between calls, after {beat.call.current()}"
-        elif beat.action == NO_ACTION:
-            place = f"last seen at the beginning of {beat.call.current()}"
-        else:
-            place = f"last action: {beat.action}"
+        inside = f"last action: {beat.action}, in" if beat.call.inside else "last seen after"
+        place = f"{inside} {beat.call.text()}"
         return f"{place} (pid {beat.pid} on {beat.host})"
 
     def most_silent(self, seconds: float) -> int | None:
@@ -251,7 +244,7 @@ class FailureDetector:
                 peer.silence += elapsed
             else:
                 peer.beat, peer.silence = beat, 0.0
-        return self._find_lost() or self._find_crossing(mine) or self._find_mismatch(mine)
+        return self._find_lost() or self._find_mismatch(mine)
 
     def _find_lost(self) -> PeerFailure | None:
         """A rank whose last heartbeat is too old; of several, the one with the oldest."""
@@ -263,51 +256,14 @@ class FailureDetector:
 
     def _find_mismatch(self, mine: Call) -> PeerFailure | None:
         """While this rank is in a call, every other rank is in it too, has been in it, or has yet to come to it."""
-        if not mine.inside:
-            return None
         me, what = self._names[self._rank], mine.kind(mine.number)
         for rank, peer in self._peers.items():
-            if peer.beat is None:
-                continue
-            name, theirs = self._names[rank], peer.beat.call
-            other = theirs.kind(mine.number)
-            if other is not None and other != what:
-                hint = f". {_SAME_DATA}" if _STEP in (what, other) else ""
-                return PeerFailure(
-                    rank,
-                    "disagreement",
-                    f"call {mine.number} is {other!r} on {name}, and {what!r} on {me}: every rank must make the same "
-                    f"calls in the same order. {name} has made {theirs.total()}, {me} {mine.total()}{hint}",
-                )
-            reason = f" with {peer.beat.reason}" if peer.beat.reason else ""
-            if peer.left and theirs.number < mine.number:
-                also = f" ({mine.total()})" if len(mine.counts) > 1 else ""
-                text = f"{name} left after {theirs.total()}{reason}, and {me} is in {mine.current()}{also}"
-                if what == _STEP and not reason:
-                    text += f". {_SAME_DATA}"
-                return PeerFailure(rank, "left", text)
-            if peer.left and theirs.inside and theirs.number == mine.number:
-                text = f"{name} left in the middle of {theirs.current()}{reason}, and {me} is still in it"
-                return PeerFailure(rank, "left", text)
-        return None
-
-    def _find_crossing(self, mine: Call) -> PeerFailure | None:
-        """Another rank waits in a call of another pipe, and each of the two ranks has to begin the call of the other.
-
-        That rank finds the same, and whoever is the first leaves; then its last heartbeat is enough for the other. A
-        rank that lives may just have been on its way, so it is named only when two of its heartbeats show this.
-        """
-        for rank, peer in self._peers.items():
             beat = peer.beat
-            if (
-                beat is None
-                or not mine.inside
-                or beat.call.number >= mine.number
-                or not self._calls.waits_for(beat.place)
-            ):
-                peer.crossing = None
-            elif beat.left or peer.crossing not in (None, beat.number):
-                me, name = self._names[self._rank], self._names[rank]
+            if beat is None or not mine.inside:
+                continue
+            name, theirs = self._names[rank], beat.call
+            other = theirs.kind(mine.number)
+            if theirs.number < mine.number and self._calls.waits_for(beat.place):
                 (here, my_call), (there, their_call) = self._calls.present, beat.place
                 return PeerFailure(
                     rank,
@@ -316,8 +272,18 @@ class FailureDetector:
                     f"which {me} has not begun (pipes are numbered in the order in which they were made): call all "
                     "pipes in the same order on all ranks",
                 )
-            else:
-                peer.crossing = beat.number
+            broke_off = beat.left and (theirs.inside or beat.reason)
+            hint = f". {_SAME_DATA}" if _STEP in (what, other) and not broke_off else ""
+            if other not in (None, what):
+                text = (
+                    f"call {mine.number} is {other!r} on {name}, and {what!r} on {me}: every rank must make the same "
+                )
+                return PeerFailure(rank, "disagreement", f"{text}calls in the same order{hint}")
+            if beat.left and (theirs.number, not theirs.inside) < (mine.number, True):
+                place = "in the middle of" if theirs.inside else "after"
+                reason = f" with {beat.reason}" if beat.reason else ""
+                text = f"{name} left {place} {theirs.text()}{reason}, and {me} is in {mine.text()}{hint}"
+                return PeerFailure(rank, "left", text)
         return None
 
 

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import Store
 
+    from pipework.distributed.health.status import PipeCall
+
 _LOG = logging.getLogger("pipework")
 
 STORE_WAIT: Final = 2.0
@@ -121,6 +123,7 @@ class HealthMonitor:
         self._detector = FailureDetector(rank, self._names, self._times, self._calls)
         self._stuck = StuckDetector(rank, names[rank], self._times) if self._times.action_timeout is not None else None
         self._call = Call()
+        self._disagreed: PipeCall | None = None  # the call in which this rank was then
         self._callbacks: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self._failed = threading.Event()
@@ -193,14 +196,15 @@ class HealthMonitor:
     def end(self) -> None:
         """This rank leaves the call."""
         self._call = self._call.ended()
-        # A rank that waits for this one in another pipe is to see, also in the last heartbeat, that it waited here.
-        if self.failure is None or self.failure.kind != "disagreement":
-            self._calls.end()
+        if self.failure is not None and self.failure.kind == "disagreement":
+            # A rank that waits for this one in another pipe is to see, also in the last heartbeat, that it waited here.
+            self._disagreed = self._calls.present
+        self._calls.end()
 
     @property
     def current(self) -> str:
-        """The call in which this rank is, or was last, such as ``"its 7th training step"``."""
-        return self._call.current()
+        """The call in which this rank is, or was last, such as ``"call 7 (training step)"``."""
+        return self._call.text()
 
     @property
     def has_seen_all(self) -> bool:
@@ -474,6 +478,7 @@ class HealthMonitor:
         news = self._news()
         error = getattr(sys, "last_value", None) if left else None  # the uncaught exception that ends the program
         self._beats += 1
+        place = self._disagreed or self._calls.present  # read before the call, which began earlier
         beat = Beat(
             self._beats,
             left,
@@ -482,7 +487,7 @@ class HealthMonitor:
             os.getpid(),
             self._host,
             status.describe_exception(error) if isinstance(error, BaseException) else "",
-            self._calls.present,
+            place,
             *news,
         )
         self._client.write(f"heartbeat/{self._rank}", status.write_beat(beat))

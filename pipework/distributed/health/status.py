@@ -20,9 +20,6 @@ KINDS: Final = ("error", "lost", "left", "disagreement", "stuck")
 REMEMBERED: Final = 8
 """Of how many of its last calls a heartbeat has the kinds: neighbours in a pipeline are at most two calls apart."""
 
-NO_ACTION: Final = "none yet"
-"""The action in a heartbeat before the first one."""
-
 _LIMIT: Final = 500_000  # bytes of a record, far more than a rank writes
 _TEXT: Final = 4_000
 _TRACEBACK: Final = 20_000
@@ -41,18 +38,15 @@ class Call(NamedTuple):
         number: how many calls it has begun.
         inside: whether it is still in the last of them.
         recent: the kinds of the last ones, such as ``"training step"``; the newest last.
-        counts: how many of each kind it has begun.
     """
 
     number: int = 0
     inside: bool = False
     recent: tuple[str, ...] = ()
-    counts: Mapping[str, int] = {}  # never changed: `begun` makes a new one
 
     def begun(self, what: str) -> Call:
         """The same rank in its next call."""
-        counts = {**self.counts, what: self.counts.get(what, 0) + 1}
-        return Call(self.number + 1, True, (*self.recent, what)[-REMEMBERED:], counts)
+        return Call(self.number + 1, True, (*self.recent, what)[-REMEMBERED:])
 
     def ended(self) -> Call:
         """The same rank after this call."""
@@ -69,24 +63,14 @@ class Call(NamedTuple):
         back = self.number - number
         return self.recent[-1 - back] if 0 <= back < len(self.recent) else None
 
-    def current(self) -> str:
-        """The last call as text.
+    def text(self) -> str:
+        """The last call.
 
         Example:
-            >>> Call().begun("training step").current()
-            'its 1st training step'
+            >>> Call().text(), Call().begun("training step").text()
+            ('call 0', 'call 1 (training step)')
         """
-        what = self.recent[-1] if self.recent else "call"
-        return f"its {_ordinal(self.counts.get(what, self.number))} {_noun(what)}"
-
-    def total(self) -> str:
-        """All calls as text.
-
-        Example:
-            >>> Call().begun("training step").ended().begun("training step").begun("clip_grad_norm_").total()
-            '2 training steps, 1 call of clip_grad_norm_'
-        """
-        return ", ".join(f"{n} {_noun(what, several=n != 1)}" for what, n in self.counts.items()) or "no call"
+        return f"call {self.number}" + (f" ({self.recent[-1]})" if self.recent else "")
 
 
 @dataclass(frozen=True)
@@ -168,7 +152,7 @@ def describe_action(action: object) -> str:
     kind, stage, micro_batch = (getattr(action, name, None) for name in ("kind", "stage", "micro_batch"))
     if kind is not None and stage is not None:
         return f"{kind} of stage {stage}" + ("" if micro_batch in (None, -1) else f", micro-batch {micro_batch}")
-    return NO_ACTION if action is None else _cut(str(action), _TEXT // 4)
+    return "none yet" if action is None else _cut(str(action), _TEXT // 4)
 
 
 def write_beat(beat: Beat) -> str:
@@ -198,11 +182,10 @@ def read_beat(raw: bytes | None) -> Beat | None:
 def _beat(content: Any) -> Beat:
     call, (pipe, of_pipe) = content["call"], content["place"]
     recent = tuple(_text(what, 100) for what in call["recent"][-REMEMBERED:])
-    counts = {_text(what, 100): _count(n) for what, n in list(call["counts"].items())[:20]}
     return Beat(
         _count(content["number"]),
         content["left"] is True,
-        Call(_count(call["number"]), call["inside"] is True, recent, counts),
+        Call(_count(call["number"]), call["inside"] is True, recent),
         _text(content["action"], _TEXT),
         _count(content["pid"]),
         _text(content["host"], 300),
@@ -244,15 +227,3 @@ def _cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     return f"{text[: limit // 4]}\n[...]\n{text[-(limit * 3 // 4) :]}"
-
-
-def _noun(what: str, *, several: bool = False) -> str:
-    """The kind of a call as a noun: a function's name becomes a call of it."""
-    if "_" in what:
-        return f"call{'s' if several else ''} of {what}"
-    return f"{what}{'s' if several else ''}"
-
-
-def _ordinal(number: int) -> str:
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"

@@ -76,8 +76,8 @@ def test_who_leaves_in_the_middle(watched: Watching) -> None:
     for monitor in (first, second):
         monitor.begin("training step")
     first.close()
-    words = "rank 0 (stage 0) left in the middle of its 1st training step, and rank 1 (stage 1) is still in it"
-    assert awaited(second).text == words
+    call = "call 1 (training step)"
+    assert awaited(second).text == f"rank 0 (stage 0) left in the middle of {call}, and rank 1 (stage 1) is in {call}"
 
 
 def test_all_ranks_hear_of_the_first_failure(watched: Watching) -> None:

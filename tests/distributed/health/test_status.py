@@ -76,20 +76,9 @@ def test_an_exception_is_described_without_the_notes_of_pipework() -> None:
     assert describe_exception(error) == "ValueError: no\nof the table"
 
 
-def test_words_for_calls() -> None:
+def test_of_the_last_calls_the_kinds_are_known() -> None:
     call = Call()
-    assert (call.total(), call.current()) == ("no call", "its 0th call")
     for _ in range(12):
         call = call.begun("training step").ended()
-    assert call.current() == "its 12th training step"
     assert [call.kind(number) for number in (4, 5, 12, 13)] == [None, "training step", "training step", None]
-    for _ in range(3):
-        call = call.begun("clip_grad_norm_").ended()
-    assert call.total() == "12 training steps, 3 calls of clip_grad_norm_"
-    assert call.current() == "its 3rd call of clip_grad_norm_"
-    assert [Call(counts={"step": n}, recent=("step",)).current() for n in (2, 3, 21, 111)] == [
-        "its 2nd step",
-        "its 3rd step",
-        "its 21st step",
-        "its 111th step",
-    ]
+    assert (call.text(), call.begun("evaluation").text()) == ("call 12 (training step)", "call 13 (evaluation)")

@@ -26,8 +26,8 @@ def test_between_two_steps(failing: Failing) -> None:
     assert outcome.raised[1].type == "LookupError"
     error = outcome.raised[0]
     assert (error.rank, error.kind) == (1, "left")
-    assert "rank 1 (stage 1) left after 2 training steps with LookupError: no more data" in error.text
-    assert "rank 0 (stage 0) is in its 3rd training step" in error.text
+    assert "rank 1 (stage 1) left after call 2 (training step) with LookupError: no more data" in error.text
+    assert "rank 0 (stage 0) is in call 3 (training step)" in error.text
     assert [each.code for each in outcome.ended] == [71, 70]
     assert outcome.seconds <= BOUND * PATIENCE
 

@@ -147,8 +147,8 @@ def test_a_rank_has_fewer_data(failing: Failing, odd: int, own_store: bool) -> N
     assert (outcome.ended[odd].code, outcome.ended[other].code) == (0, 71)
     error = outcome.raised[other]
     assert (error.type, error.rank, error.kind) == ("PipelineError", odd, "left"), error.text
-    assert f"rank {odd} (stage {odd}) left after 2 training steps" in error.text
-    assert f"rank {other} (stage {other}) is in its 3rd training step" in error.text
+    assert f"rank {odd} (stage {odd}) left after call 2 (training step)" in error.text
+    assert f"rank {other} (stage {other}) is in call 3 (training step)" in error.text
     assert "give all ranks of a pipe the same batches: a DataLoader with sampler=pipe.sampler(dataset)" in error.text
     assert outcome.seconds <= DETECT * PATIENCE
 
