@@ -163,8 +163,8 @@ class PeerGroup(Backend):
         if not running.acquire(blocking=False):
             raise RuntimeError(
                 f"a {what} of this pipe begins in the middle of another call of it, or of another pipe over the same "
-                "mesh, by another thread, a layer or a signal handler: all processes make the calls of all pipes in the same "
-                "order, so make them from one thread, one after the other. A handler sets a flag, or calls "
+                "mesh, by another thread, a layer or a signal handler: all processes make the calls of all pipes in "
+                "the same order, so make them from one thread, one after the other. A handler sets a flag, or calls "
                 "pipe.request_stop(), which is checked between steps"
             )
         try:
