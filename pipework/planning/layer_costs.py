@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
@@ -39,6 +39,16 @@ class LayerSeconds(NamedTuple):
     input_gradient: float
     weight_gradient: float
 
+    @classmethod
+    def median(cls, found: Iterable[Sequence[float]]) -> LayerSeconds:
+        """The medians of times that were measured several times.
+
+        Example:
+            >>> LayerSeconds.median([(1, 3, 0), (9, 1, 0), (2, 2, 0)])
+            LayerSeconds(forward=2, input_gradient=2, weight_gradient=0)
+        """
+        return cls(*map(median, zip(*found, strict=True)))
+
 
 class LayerBytes(NamedTuple):
     """The bytes of a layer for one micro-batch.
@@ -68,34 +78,13 @@ class DeviceKind:
 
     Attributes:
         seconds: for each number of rows of the profile, those of each layer.
-        joined: the seconds that two layers save for a micro-batch, in ``F``, ``I`` and ``W``, if they are on one stage:
-            each stage starts actions of its own.
         memory: the bytes that a device of this kind has; None: unknown.
         estimated: whether times are computed from operations and bytes, and not measured.
     """
 
     seconds: tuple[tuple[LayerSeconds, ...], ...]
-    joined: tuple[float, float, float] = (0.0, 0.0, 0.0)
     memory: int | None = None
     estimated: bool = False
-
-    @classmethod
-    def median(cls, found: Sequence[DeviceKind]) -> DeviceKind:
-        """The medians of times that were measured several times, for the same numbers of rows and layers.
-
-        Example:
-            >>> rounds = [DeviceKind(((LayerSeconds(each, each, 0.0),),)) for each in (1.0, 9.0, 2.0)]
-            >>> DeviceKind.median(rounds).seconds[0][0]
-            LayerSeconds(forward=2.0, input_gradient=2.0, weight_gradient=0.0)
-        """
-        tables = zip(*(each.seconds for each in found), strict=True)
-        seconds = (map(_medians, zip(*rows, strict=True)) for rows in tables)
-        forward, first, second = _medians([each.joined for each in found])
-        return replace(found[0], seconds=tuple(map(tuple, seconds)), joined=(forward, first, second))
-
-
-def _medians(found: Sequence[Sequence[float]]) -> LayerSeconds:
-    return LayerSeconds(*map(median, zip(*found, strict=True)))
 
 
 class LinkSpeed(NamedTuple):

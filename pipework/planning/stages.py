@@ -45,20 +45,9 @@ class StageSums:
         return self.profile.at(self.rows)
 
     @cached_property
-    def _seconds(self) -> dict[str, list[list[float]]]:
-        """By kind of device, F, I and W of each layer, without what joined layers save."""
-        # What is saved grows with the layers of a stage, and a layer takes no negative time.
-        return {
-            name: [
-                [max(0.1 * each, each - saved) for each in column]
-                for column, saved in zip(zip(*layers, strict=True), self.profile.kinds[name].joined, strict=True)
-            ]
-            for name, layers in self._measured.seconds.items()
-        }
-
-    @cached_property
     def _second_sums(self) -> dict[str, list[list[float]]]:
-        return {name: list(map(_sums, columns)) for name, columns in self._seconds.items()}
+        """By kind of device, those of F, I and W."""
+        return {name: list(map(_sums, zip(*layers, strict=True))) for name, layers in self._measured.seconds.items()}
 
     @cached_property
     def activations(self) -> list[int]:
@@ -79,7 +68,7 @@ class StageSums:
 
     def layer_seconds(self, kind: str, *, again: float = 0.0) -> list[float]:
         """F + I + W of each layer on a kind of device, and of a share of recomputed micro-batches F once more."""
-        return [(1 + again) * f + i + w for f, i, w in zip(*self._seconds[kind], strict=True)]
+        return [(1 + again) * f + i + w for f, i, w in self._measured.seconds[kind]]
 
     def least_bytes(self) -> list[int]:
         """The bytes that each layer needs for one micro-batch if it is alone on its stage."""
@@ -90,10 +79,7 @@ class StageSums:
         sizes, kept, waiting = self._measured.bytes, *self._byte_sums[1:]
         spans, sums = _spans(balance), self._second_sums
         forward, inputs, weights = (
-            [
-                sums[kind][index][end] - sums[kind][index][begin] + self.profile.kinds[kind].joined[index]
-                for (begin, end), kind in zip(spans, kinds, strict=True)
-            ]
+            [sums[kind][index][end] - sums[kind][index][begin] for (begin, end), kind in zip(spans, kinds, strict=True)]
             for index in range(3)
         )
         held = [kept[end - 1] - kept[begin] + sizes[end - 1].kept + sizes[begin].input for begin, end in spans]

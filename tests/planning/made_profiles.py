@@ -18,7 +18,6 @@ def made(
     weights: Sequence[int] | None = None,
     kept: Sequence[int] | None = None,
     transfer: float = 0.0,
-    joined: tuple[float, float, float] = (0.0, 0.0, 0.0),
     memory: int | None = None,
 ) -> Profile:
     """Layers whose F takes some seconds for a row, and whose I and W take as long."""
@@ -32,7 +31,7 @@ def made(
         bytes=tuple(tuple(LayerBytes(2 * n, each * n, 0, 2 * n, each * n, 0) for each in kept) for n in rows),
         kinds={
             name: DeviceKind(
-                tuple(tuple(LayerSeconds(*[each * n / speed] * 3) for each in forward) for n in rows), joined, memory
+                tuple(tuple(LayerSeconds(*[each * n / speed] * 3) for each in forward) for n in rows), memory
             )
             for name, speed in kinds.items()
         },

@@ -84,8 +84,7 @@ def random_kind(draw: random.Random, rows: list[int], layers: int) -> DeviceKind
     times = tuple(
         tuple(LayerSeconds(seconds(count), seconds(count), seconds(count)) for _ in range(layers)) for count in rows
     )
-    joined = (draw.choice([0, 0, 0.1]), draw.choice([0, 0, 0.1]), draw.choice([0, 0, 0.1]))
-    return DeviceKind(times, joined, draw.choice([None, None, 10**6]))
+    return DeviceKind(times, draw.choice([None, None, 10**6]))
 
 
 def random_options(draw: random.Random, profile: Profile) -> dict[str, Any]:

@@ -26,16 +26,6 @@ def test_stages_add_up_their_layers() -> None:
     assert sums.activations == [20, 20, 20]
 
 
-def test_joined_layers_save_what_each_stage_needs_once() -> None:
-    profile = made([1.0] * 4, rows=(1,), joined=(0.25, 0.5, 0.0))
-    sums = StageSums(profile, 1, optimizer=0.0)
-    for balance in ([1, 3], [2, 2]):
-        costs = sums.costs(balance, KINDS)
-        assert costs.forward == pytest.approx([count * 0.75 + 0.25 for count in balance])
-        assert costs.input_gradient == pytest.approx([count * 0.5 + 0.5 for count in balance])
-        assert costs.weight_gradient == pytest.approx([float(count) for count in balance])
-
-
 def test_stages_on_other_kinds_take_other_times() -> None:
     sums = StageSums(made([1.0, 1.0], rows=(1,), speeds={"a": 1.0, "b": 0.5}), 1, optimizer=0.0)
     assert sums.costs([1, 1], ["a", "b"]).forward == (1.0, 2.0)

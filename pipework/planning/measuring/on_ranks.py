@@ -1,8 +1,7 @@
 """A plan for workers that are processes: each measures its own device and link, the first plans, and all get the plan.
 
 A rank cannot be given another place in its mesh, so the order of the devices stays as it is. Each worker is a kind of
-device of its own, which is called "rank 0" and so on; those with the same device have the same times, unless one of
-them is clearly slower than the others.
+device of its own, which is called "rank 0" and so on.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 _SMALL, _LARGE = 2**10, 2**22  # numbers of 4 bytes
 _TIMES = 7
-_ALIKE = 1.2  # times as slow as the fastest rank with the same device; less is noise of the measurement
 
 
 def plan_on_ranks(
@@ -88,21 +86,14 @@ def plan_on_ranks(
 def profile_of_ranks(profiles: Sequence[Profile], ranks: Sequence[int], links: Sequence[LinkSpeed]) -> Profile:
     """One profile of what all ranks have measured; a worker is as fast as the slowest of its replicas.
 
-    Workers with the same device have the medians of their times, but for those that are clearly slower.
-
     Args:
         profiles: of each rank, replica by replica.
         ranks: their numbers.
         links: from each worker to the next.
     """
     names = [f"rank {rank}" for rank in ranks[: len(links) + 1]]
-    slowest = [max(profiles[worker :: len(names)], key=_seconds) for worker in range(len(names))]
-    kinds: dict[str, DeviceKind] = {}
-    for name, own in zip(names, slowest, strict=True):
-        same = [each for each in slowest if each.kinds.keys() == own.kinds.keys()]
-        most = _ALIKE * min(map(_seconds, same))
-        alike = [each for each in same if _seconds(each) <= most] if _seconds(own) <= most else [own]
-        kinds[name] = DeviceKind.median([kind for each in alike for kind in each.kinds.values()])
+    measured = [kind for each in profiles for kind in each.kinds.values()]  # one of each rank
+    kinds = {name: max(measured[worker :: len(names)], key=_seconds) for worker, name in enumerate(names)}
     speeds: dict[tuple[str, str], LinkSpeed] = {}
     if links:  # workers that are no neighbours have the slowest link
         worst = LinkSpeed(max(link.latency for link in links), min(link.bytes_per_second for link in links))
@@ -110,8 +101,7 @@ def profile_of_ranks(profiles: Sequence[Profile], ranks: Sequence[int], links: S
     return replace(profiles[0], kinds=kinds, devices={}, links=speeds)
 
 
-def _seconds(profile: Profile) -> float:
-    (kind,) = profile.kinds.values()
+def _seconds(kind: DeviceKind) -> float:
     return sum(sum(layer) for row in kind.seconds for layer in row)
 
 

@@ -7,7 +7,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from pipework.assignment.from_plan import layer_info
 from pipework.assignment.partition import check_initialised, chosen_devices, not_sequential
 from pipework.model.sequential import named_layers
-from pipework.planning.layer_costs import DeviceKind, LayerBytes, SkipBytes
+from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerSeconds, SkipBytes
 from pipework.planning.measuring.links import device_kind, measure_links
 from pipework.planning.measuring.rates import Rates, checked_rates, rated_clock
 from pipework.planning.measuring.sample_batch import SampleBatch
@@ -26,16 +25,14 @@ from pipework.planning.measuring.stage_copy import measure_stages
 from pipework.planning.profiles import Profile
 from pipework.planning.request import micro_batch_counts
 from pipework.runtime.device import is_accelerator
-from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.schedule.argument_checks import checked_tuple, positive_integers
 from pipework.skip.layout import skip_edges
-from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipework.model.sequential import Device
-    from pipework.planning.measuring.stage_copy import Measured
+    from pipework.planning.measuring.stage_copy import Measured, Sample
 
 _META = torch.device("meta")
 _ROUNDS = 3  # a burst of other load on the machine touches one of them
@@ -97,99 +94,32 @@ def profile(
         raise ValueError(f"timeout is {timeout!r}: wanted a finite number of seconds, at least 0")
     positive_integers(workers=workers)
     batch = SampleBatch.of(module, sample, keywords, target, loss_fn)
-    if rates is not None:
-        if devices is not None:
-            raise ValueError("give either devices=, which are measured, or rates= of devices that are not here")
-        ways = {kind: _Way(_META, rates=speed, memory=speed.memory) for kind, speed in checked_rates(rates).items()}
-        sizes = micro_batch_sizes(batch.rows, workers, rows)
-        return _measured(module, batch.on(_META), ways, sizes, report)
-    places = chosen_devices(devices, len(module))
-    if not places:
-        raise ValueError("devices is empty: give one for each worker")
-    _refuse_meta(module, batch)
-    ways = {
-        device_kind(place): _Way(
-            place,
-            cpu_workers=sum(each.type == place.type == "cpu" for each in places),
-            seconds=timeout / _ROUNDS,
-            memory=torch.accelerator.get_memory_info(place)[1] if is_accelerator(place) else None,
-        )
-        for place in places
-    }
-    sizes = micro_batch_sizes(batch.rows, len(places), rows)
-    rounds = [_measured(module, batch, ways, sizes, report) for _ in range(_ROUNDS if timeout else 1)]
-    kinds = {kind: DeviceKind.median([each.kinds[kind] for each in rounds]) for kind in ways}
-    names = {str(place): device_kind(place) for place in places}
-    return replace(rounds[0], kinds=kinds, devices=names, links=measure_links(places, report))
-
-
-class _Way(NamedTuple):
-    """How layers are measured for a kind of device.
-
-    Attributes:
-        place: where copies run.
-        cpu_workers: how many share the cores, on the CPU.
-        seconds: for each layer, in each round.
-        rates: of a device that is not here.
-        memory: of the device.
-    """
-
-    place: torch.device
-    cpu_workers: int = 1
-    seconds: float = 0.0
-    rates: Rates | None = None
-    memory: int | None = None
-
-    def measured(self, stages: list[nn.Sequential], batch: SampleBatch, rows: int) -> list[Measured]:
-        """The stages, for a micro-batch of so many rows."""
-        with self.place if self.rates else nullcontext():  # then layers make new tensors on the meta device, too
-            return measure_stages(
-                stages,
-                [self.place] * len(stages),
-                batch.sample(rows, _META if self.rates else None),
-                self.seconds,
-                cpu_workers=self.cpu_workers,
-                split=range(len(stages)),
-                clock=functools.partial(rated_clock, self.rates) if self.rates else None,
-            )
-
-    def joined(self, module: nn.Sequential, batch: SampleBatch, rows: int, layers: Sequence[Measured]) -> Any:
-        """What two layers save if they are on one stage: all layers alone take longer than all in one stage."""
-        if len(layers) == 1 or self.rates:
-            return 0.0, 0.0, 0.0
-        try:
-            (together,) = self.measured(grouped(module, [len(layers)]), batch, rows)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return 0.0, 0.0, 0.0  # then layers are large, and what their stages take is small beside them
-        sums = map(sum, zip(*(each.seconds for each in layers), strict=True))
-        return tuple(max(0.0, all_ - one) / (len(layers) - 1) for all_, one in zip(sums, together.seconds, strict=True))
-
-
-def _measured(
-    module: nn.Sequential,
-    batch: SampleBatch,
-    ways: Mapping[str, _Way],
-    sizes: tuple[int, ...],
-    report: Callable[[str], None],
-) -> Profile:
-    """The profile, without names of devices and without links."""
+    places: list[torch.device] = []
+    if rates is None:
+        places = chosen_devices(devices, len(module))
+        if not places:
+            raise ValueError("devices is empty: give one for each worker")
+        ways = {device_kind(place): _Way(place, places.count(place), timeout) for place in places}
+    elif devices is None:
+        batch = batch.on(_META)
+        ways = {kind: _Way(_META, rates=speed) for kind, speed in checked_rates(rates).items()}
+    else:
+        raise ValueError("give either devices=, which are measured, or rates= of devices that are not here")
+    sizes = micro_batch_sizes(batch.rows, len(places) or workers, rows)
     kinds: dict[str, DeviceKind] = {}
     for kind, way in ways.items():
         tables: list[list[Measured]] = []  # each layer, for each size
         for size in sizes:
             report(f"{kind}: {len(module)} layers, micro-batches of {size} rows{', estimated' if way.rates else ''}")
             try:
-                tables.append(way.measured(alone(module), batch, size))
+                tables.append(way.layers(module, batch.sample(size)))
             except ValueError as error:  # such as a batch norm over one row
                 if tables or size == sizes[-1]:
                     raise
                 report(f"left out, because a layer refuses micro-batches of {size} rows: {error}")
         sizes = sizes[-len(tables) :]
         seconds = tuple(tuple(each.seconds for each in row) for row in tables)
-        joined = way.joined(module, batch, sizes[0], tables[0])
-        kinds[kind] = DeviceKind(seconds, joined, way.memory, bool(way.rates))
+        kinds[kind] = DeviceKind(seconds, way.memory, bool(way.rates))
     skips = []
     for edge in skip_edges(alone(module)):
         skip_bytes = tuple(row[edge.source].bytes.stashed.get(edge.key, (0, 0))[0] for row in tables)
@@ -200,9 +130,52 @@ def _measured(
         layers=tuple(layer_info(name, layer) for name, layer in named_layers(module)),
         bytes=tuple(tuple(map(_layer_bytes, row)) for row in tables),
         kinds=kinds,
+        devices={str(place): device_kind(place) for place in places},
+        links=measure_links(places, report),
         skips=tuple(skips),
         loss_inside=batch.target is not None,
     )
+
+
+class _Way(NamedTuple):
+    """How layers are measured for a kind of device.
+
+    Attributes:
+        place: where copies run.
+        sharing: how many workers share the cores, on the CPU.
+        seconds: for each layer.
+        rates: of a device that is not here.
+    """
+
+    place: torch.device
+    sharing: int = 1
+    seconds: float = 0.0
+    rates: Rates | None = None
+
+    @property
+    def memory(self) -> int | None:
+        """The bytes of the device."""
+        if self.rates:
+            return self.rates.memory
+        return torch.accelerator.get_memory_info(self.place)[1] if is_accelerator(self.place) else None
+
+    def layers(self, module: nn.Sequential, sample: Sample) -> list[Measured]:
+        """Each layer alone, with the median times of some rounds."""
+        rounds = []
+        with self.place if self.rates else nullcontext():  # then layers make new tensors on the meta device, too
+            for _ in range(_ROUNDS if self.seconds else 1):
+                found = measure_stages(
+                    alone(module),
+                    [self.place] * len(module),
+                    sample,
+                    self.seconds / _ROUNDS,
+                    cpu_workers=self.sharing,
+                    split=range(len(module)),
+                    clock=functools.partial(rated_clock, self.rates) if self.rates else None,
+                )
+                rounds.append(found)
+        layers = zip(*rounds, strict=True)
+        return [same[0]._replace(seconds=LayerSeconds.median(each.seconds for each in same)) for same in layers]
 
 
 def _layer_bytes(measured: Measured) -> LayerBytes:
@@ -253,21 +226,7 @@ def micro_batch_sizes(batch: int, workers: int, rows: Sequence[int] | None) -> t
         all_sizes = sorted({-(-batch // count) for count in micro_batch_counts(batch, workers)})
         few = min(_SIZES, len(all_sizes))
         return tuple(sorted({all_sizes[round(i * (len(all_sizes) - 1) / max(1, few - 1))] for i in range(few)}))
-    for size in checked_tuple("rows", rows, "[8, 32]"):
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= batch:
-            raise ValueError(f"rows has {size!r}: wanted sizes of micro-batches from 1 to {batch}, the sample's rows")
-    if not rows:
-        raise ValueError("rows is empty: give sizes of micro-batches to measure, or None")
-    return tuple(sorted(set(rows)))
-
-
-def _refuse_meta(module: nn.Sequential, batch: SampleBatch) -> None:
-    """Raises a ValueError if there is nothing to compute with."""
-    given = nested.flatten((batch.inputs, batch.keywords, batch.target))[0]
-    held = [*module.parameters(), *module.buffers()]
-    for what, tensors in (("the sample", given), ("the model", held)):
-        if any(each.is_meta for each in tensors):
-            raise ValueError(
-                f"{what} is on the meta device, which computes nothing: give rates=Rates(...) to estimate times, or "
-                "real tensors to measure them"
-            )
+    given = checked_tuple("rows", rows, "[8, 32]")
+    if not given or any(type(size) is not int or not 1 <= size <= batch for size in given):
+        raise ValueError(f"rows is {rows!r}: wanted sizes of micro-batches from 1 to {batch}, the sample's rows")
+    return tuple(sorted(set(given)))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pipework.model.mini_batch import MiniBatch
     from pipework.runtime.transport import Message
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class SampleBatch:
@@ -35,6 +37,7 @@ class SampleBatch:
         target: of the loss; None: the loss is not measured.
         loss_fn: computes it; None: the last layer does.
         tuples: the rule for tuples between layers.
+        device: of the targets.
     """
 
     inputs: tuple[Any, ...]
@@ -42,6 +45,7 @@ class SampleBatch:
     target: Any
     loss_fn: Any
     tuples: TupleRule
+    device: torch.device = _CPU
 
     @classmethod
     def of(
@@ -86,19 +90,12 @@ class SampleBatch:
         return sum(mini_batch.split(self.inputs, self.keywords, 1).rows)
 
     def on(self, device: torch.device) -> SampleBatch:
-        """With a loss whose tensors are on a device; inputs and targets are copied to wherever layers run."""
-        is_module = isinstance(self.loss_fn, nn.Module)
-        return replace(self, loss_fn=copy.deepcopy(self.loss_fn).to(device)) if is_module else self
+        """With targets, and a loss whose tensors are, on a device; inputs are copied to wherever layers run."""
+        loss = self.loss_fn.to(device) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
+        return replace(self, loss_fn=loss, device=device)
 
-    def micro_batches(
-        self, rows: int, device: torch.device | None = None
-    ) -> tuple[MiniBatch, Sequence[Message] | None, InnerLoss | None]:
-        """The mini-batch in micro-batches of so many rows; the last one has what is left.
-
-        Args:
-            rows: of a micro-batch.
-            device: of the targets; None: the CPU.
-        """
+    def micro_batches(self, rows: int) -> tuple[MiniBatch, Sequence[Message] | None, InnerLoss | None]:
+        """The mini-batch in micro-batches of so many rows; the last one has what is left."""
         whole = mini_batch.split(self.inputs, self.keywords, 1)
         full, left = divmod(sum(whole.rows), rows)
         sizes = [rows] * full + [left] * (left > 0)
@@ -108,13 +105,13 @@ class SampleBatch:
         )
         if self.target is None:
             return split, None, None
-        split.cut_target(self.target, device or torch.device("cpu"))
+        split.cut_target(self.target, self.device)
         # Weights of micro-batches depend on what targets hold, and the time of a product does not.
         return split, split.targets, InnerLoss(self.loss_fn, (1.0,) * len(sizes), micro_batches=len(sizes))
 
-    def sample(self, rows: int, device: torch.device | None = None) -> Sample:
+    def sample(self, rows: int) -> Sample:
         """The largest micro-batch of so many rows; see `micro_batches`."""
-        return largest_sample(*self.micro_batches(rows, device), self.tuples)
+        return largest_sample(*self.micro_batches(rows), self.tuples)
 
 
 def largest_sample(

@@ -14,17 +14,6 @@ def test_each_worker_is_as_fast_as_its_slowest_replica() -> None:
     assert seconds == {"rank 4": 4.0, "rank 5": 2.0, "rank 6": 1.0}
 
 
-def test_workers_with_the_same_device_have_the_same_times() -> None:
-    found = profile_of_ranks(
-        [made([each], speeds={"cpu": 1.0}) for each in (1.0, 1.1, 1.05, 3.0)], range(4), [FAST] * 3
-    )
-    assert [kind.seconds[0][0].forward for kind in found.kinds.values()] == [1.05, 1.05, 1.05, 3.0]
-    other = profile_of_ranks(
-        [made([each], speeds={kind: 1.0}) for kind, each in (("a", 1.0), ("b", 1.1))], range(2), [FAST]
-    )
-    assert [kind.seconds[0][0].forward for kind in other.kinds.values()] == [1.0, 1.1]
-
-
 def test_workers_that_are_no_neighbours_have_the_slowest_link() -> None:
     found = profile_of_ranks([made([1.0, 1.0])] * 3, [0, 1, 2], [FAST, SLOW])
     assert found.transfer("rank 0", "rank 1", 0) == 1.0

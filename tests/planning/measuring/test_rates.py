@@ -60,7 +60,7 @@ def test_rates_are_positive_numbers() -> None:
     for name in ("operations", "bytes_per_second", "memory", "launch"):
         with pytest.raises(ValueError, match=f"Rates: {name} is 0: wanted a finite number above 0"):
             Rates(**{"operations": 1.0, "bytes_per_second": 1.0, name: 0})
-    with pytest.raises(TypeError, match="Rates: memory is '80GiB': wanted a number"):
+    with pytest.raises(ValueError, match="Rates: memory is '80GiB': wanted a finite number"):
         Rates(1e12, 1e12, memory="80GiB")  # type: ignore[arg-type]
 
 
@@ -76,7 +76,7 @@ def test_rates_without_a_name_are_those_of_the_only_kind() -> None:
     [
         ([RATES["fast"]], r"rates is \[Rates.*: wanted Rates by the name of each kind, such as"),
         ({"gpu": 1e12}, r"rates is \{'gpu': .*: wanted Rates by the name"),
-        ({0: RATES["fast"]}, "rates has the name 0: wanted a text, such as 'gpu'"),
+        ({0: RATES["fast"]}, "rates is .0.*wanted Rates by the name"),
     ],
 )
 def test_other_rates_are_refused(rates: Any, message: str) -> None:
