@@ -19,9 +19,9 @@ from pipework.planning.layer_costs import (
     SkipBytes,
 )
 from pipework.planning.request import make_request
-from pipework.schedule import Schedule, build, schedule_spec, with_recompute
-from pipework.schedule.argument_checks import checked_tuple, positive_integers
-from pipework.schedule.draw.units import counted, memory_text
+from pipework.schedule import Schedule, build, with_recompute
+from pipework.schedule.argument_checks import checked_tuple, one_of, positive_integers
+from pipework.schedule.draw.units import memory_text
 from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
@@ -230,41 +230,28 @@ class Profile(SavedAsJson):
 
     def _between(self, rows: int, column: Sequence[Sequence[float]]) -> list[float]:
         """The numbers for some rows, from those for the profile's rows."""
-        measured = self.rows
-        least = [number * rows / measured[0] for number in column[0]]
+        measured, least = self.rows, [number * rows / self.rows[0] for number in column[0]]
         if len(measured) == 1:
             return least
         high = min(max(1, bisect_left(measured, rows)), len(measured) - 1)
-        low = high - 1
-        share = (rows - measured[low]) / (measured[high] - measured[low])
-        line = [below + share * (above - below) for below, above in zip(column[low], column[high], strict=True)]
-        if measured[0] <= rows <= measured[-1]:
-            return line
+        share = (rows - measured[high - 1]) / (measured[high] - measured[high - 1])
+        line = [below + share * (above - below) for below, above in zip(*column[high - 1 : high + 1], strict=True)]
         # Beyond the measured sizes a line could become negative, or far too small.
-        return list(map(max, line, least if rows < measured[0] else column[-1]))
+        beyond = least if rows < measured[0] else column[-1] if rows > measured[-1] else line
+        return list(map(max, line, beyond))
 
 
 def _schedule(schedule: str | Schedule, workers: int, stages: int, chunks: int, checkpoint: str) -> Schedule:
     """What a pipe runs: unlike a plan, it makes schedules by name for equal stages."""
     modes = {"always": chunks, "except_last": chunks - 1, "never": 0}
-    if checkpoint not in modes:
-        raise ValueError(f"checkpoint is {checkpoint!r}: wanted one of {', '.join(map(repr, modes))}")
-    if isinstance(schedule, Schedule):
-        made = schedule
-    else:
-        spec = schedule_spec(schedule)
-        wanted = workers * spec.stages_per_worker
-        if stages != wanted and (stages % workers or not spec.any_stages_per_worker):
-            other = ", or another multiple of the devices" if spec.any_stages_per_worker else ""
-            raise ValueError(
-                f"balance has {counted(stages, 'stage')} for {counted(workers, 'device')}: schedule {schedule!r} wants "
-                f"{wanted}{other}"
-            )
-        made = build(schedule, workers=workers, chunks=chunks, stages_per_worker=stages // workers)
-    found = made.workers, made.stages, made.micro_batches
-    if found != (workers, stages, chunks):
+    one_of("checkpoint", checkpoint, modes)
+    made = schedule
+    if not isinstance(made, Schedule):
+        made = build(made, workers=workers, chunks=chunks, stages_per_worker=max(1, stages // workers))
+    found, wanted = (made.workers, made.stages, made.micro_batches), (workers, stages, chunks)
+    if found != wanted:
         raise ValueError(
             f"schedule {made.name!r} is for (workers, stages, micro-batches) = {found}, and devices=, balance= and "
-            f"chunks= are for {workers, stages, chunks}"
+            f"chunks= are for {wanted}"
         )
     return made if recomputed(made) else with_recompute(made, modes[checkpoint])
