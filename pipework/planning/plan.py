@@ -77,8 +77,6 @@ class Plan(SavedAsJson):
         named: the seconds of the best candidate of each schedule that has a name, and fits.
         estimated: whether times are not measured.
         notes: what there is to know beside that, a line each.
-        profile_seconds: the time of a step by the profile, which is what `named` are to be compared with, if the stages
-            were measured as a whole since; None: they were not.
 
     Raises:
         TypeError: an attribute has a wrong type.
@@ -97,7 +95,6 @@ class Plan(SavedAsJson):
     named: Mapping[str, float]
     estimated: bool = False
     notes: tuple[str, ...] = ()
-    profile_seconds: float | None = None
 
     def __post_init__(self) -> None:
         schedule = self.schedule
@@ -112,7 +109,7 @@ class Plan(SavedAsJson):
                 raise ValueError(f"the plan has {found} {what}, and its other parts are for {wanted}")
         positive_integers(batch=self.batch, **{f"balance[{stage}]": each for stage, each in enumerate(self.balance)})
         self.costs.spread(schedule.stages, len(schedule.skips))  # refuses those of other stages
-        check_numbers("times of the plan", (self.profile_seconds or 0, *dict(self.named).values()))
+        check_numbers("times of the plan", dict(self.named).values())
         check_numbers("numbers of the optimizer", (self.optimizer,))
         for held in self.workers:
             limit = 0 if held.limit == inf else held.limit
@@ -163,21 +160,20 @@ class Plan(SavedAsJson):
             ("worker", "device", "layers", "busy", "recomputes", "weights, gradients, optimizer",
              "activations", "temporary", "total", "limit"),
         ]  # fmt: skip
-        again = recomputed(schedule)
+        again = Counter(stage for stage, _ in recomputed(schedule))
         names = [layer.name for layer in self.layers]
         spans = list(pairwise(accumulate(self.balance, initial=0)))
         for worker, held in enumerate(self.workers):
             stages = schedule.stages_of(worker)
-            ends = (names[slice(*spans[stage])] for stage in stages)
-            repeats = [f"{sum(where == stage for where, _ in again)} of {self.chunks}" for stage in stages]
+            ends = ((names[begin], names[end - 1]) for begin, end in map(spans.__getitem__, stages))
             sizes = (held.fixed, held.activations, held.temporary, held.total)
             rows.append(
                 (
                     str(worker),
                     self.devices[worker],
-                    "; ".join(each[0] if len(each) == 1 else f"{each[0]} .. {each[-1]}" for each in ends),
+                    "; ".join(" .. ".join(dict.fromkeys(each)) for each in ends),
                     time_text(self.simulation.busy[worker], "s"),
-                    "; ".join(dict.fromkeys(repeats)) if again else "-",
+                    "; ".join(dict.fromkeys(f"{again[stage]} of {self.chunks}" for stage in stages)) if again else "-",
                     *(memory_text(size, "bytes") for size in sizes),
                     "-" if held.limit == inf else memory_text(held.limit, "bytes"),
                 )
@@ -195,8 +191,6 @@ class Plan(SavedAsJson):
         if self.named:
             best = sorted(self.named.items(), key=lambda item: item[1])[:3]
             text = ", ".join(f"{name} {time_text(seconds, 's')}" for name, seconds in best)
-            if self.profile_seconds is not None:
-                text += f"; by the profile, this plan takes {time_text(self.profile_seconds, 's')}"
             lines.append(f"best schedules with a name, by the profile: {text}")
         return "\n".join([*lines, *self.notes])
 
@@ -235,7 +229,8 @@ class Plan(SavedAsJson):
     @classmethod
     def _read(cls, fields: dict[str, Any]) -> dict[str, Any]:
         workers = ({**each, "limit": inf if each["limit"] is None else each["limit"]} for each in fields["workers"])
-        fields.pop("certificate", None)  # plans had one before
+        for name in ("certificate", "profile_seconds"):  # plans had them before
+            fields.pop(name, None)
         return {
             **fields,
             **{name: tuple(fields[name]) for name in ("devices", "balance", "notes")},

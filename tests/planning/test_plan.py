@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,18 @@ def test_the_table_says_what_was_chosen_and_how_far_that_is_from_the_best(plan: 
 
 
 def test_is_saved_in_several_formats(plan: Plan, tmp_path: Path) -> None:
-    json, csv, svg = (tmp_path / f"plan.{ending}" for ending in ("json", "csv", "svg"))
-    for path in (json, csv, svg):
+    saved, csv, svg = (tmp_path / f"plan.{ending}" for ending in ("json", "csv", "svg"))
+    for path in (saved, csv, svg):
         plan.save(path)
-    assert Plan.load(json) == plan
+    assert Plan.load(saved) == plan
     assert without_recompute(from_csv(csv.read_text())).orders == without_recompute(plan.schedule).orders
     assert svg.read_text().startswith("<svg")
 
 
-def test_the_time_by_the_profile_is_kept(plan: Plan, tmp_path: Path) -> None:
-    assert plan.profile_seconds is None
-    assert "this plan takes" not in str(plan)
-    replace(plan, profile_seconds=2.0).save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded.profile_seconds == 2.0
-    assert str(loaded).splitlines()[-1].endswith("; by the profile, this plan takes 2 s")
+def test_fields_of_plans_that_were_saved_before_are_left_out(plan: Plan, tmp_path: Path) -> None:
+    before = {"certificate": {"schedule_bound": 1.0, "any_bound": 1.0, "binding": "memory"}, "profile_seconds": 2.0}
+    fields = {**json.loads(plan.to_json()), **before}
+    assert Plan.from_json(json.dumps(fields), "plan.json") == plan
 
 
 def test_other_files_and_endings_are_refused(plan: Plan, tmp_path: Path) -> None:
@@ -76,7 +74,7 @@ def test_other_files_and_endings_are_refused(plan: Plan, tmp_path: Path) -> None
         (["costs", "forward"], [-1, 1], "forward of stage 0 is -1"),
         (["named"], {"1f1b": None}, "times of the plan have None"),
         (["optimizer"], "adam", "numbers of the optimizer have 'adam'"),
-        (["profile_seconds"], float("nan"), "times of the plan have nan"),
+        (["named"], {"1f1b": float("nan")}, "times of the plan have nan"),
         (["schedule"], {}, "not a schedule of pipework"),
         (["more"], 1, "unexpected keyword argument 'more'"),
     ],

@@ -385,5 +385,4 @@ def measured_plan(
         notes=notes,
         costs=found.costs,
         workers=tuple(workers),
-        profile_seconds=plan.seconds,
     )

@@ -12,7 +12,6 @@ from pipework import Pipe, Plan, plan, pop, skippable, stash
 from pipework.planning import profile
 from pipework.planning.plan import WorkerBytes
 from pipework.planning.request import memory_bytes
-from pipework.schedule.draw.units import time_text
 from pipework.testing import draw_key, reference_step
 from tests.planning.measuring.test_profile import X, Y, layers
 
@@ -35,9 +34,6 @@ def test_what_a_plan_says_was_measured_and_its_pipe_trains_bit_by_bit_like_the_m
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
     assert any("micro-batches of" in line for line in lines)
     assert any(line.endswith(" steps") and "median of" in line for line in lines)
-    # Schedules with a name were not measured so: the plan's own time by the profile is there to compare them with.
-    assert found.profile_seconds is not None
-    assert f"; by the profile, this plan takes {time_text(found.profile_seconds, 's')}" in str(found)
     predicted = pipe.predict(X, target=Y, timeout=0, optimizer=2.0)
     fixed = [0.0] * found.schedule.workers
     for stage, worker in zip(predicted.stages, found.schedule.placement, strict=True):
@@ -58,7 +54,7 @@ def test_the_plan_is_the_fastest_that_was_tried(monkeypatch: pytest.MonkeyPatch)
     found = plan(layers(), X, **OPTIONS)
     assert len(tried) == 6
     assert found.schedule == tried[-1].schedule
-    assert found.profile_seconds == tried[-1].seconds == found.named[tried[-1].schedule.name]
+    assert tried[-1].seconds == found.named[tried[-1].schedule.name]
     assert tried[0].seconds <= min(each.seconds for each in tried[1:])
     assert len({each.schedule.name for each in tried[1:]}) == 5
 
@@ -135,7 +131,6 @@ def test_a_skip_connection_over_stages(monkeypatch: pytest.MonkeyPatch, steps_fi
     options = OPTIONS | {"target": X, "schedules": ["interleaved-1f1b"]}
     found = plan(module, X, **options)
     assert (found.balance, found.schedule.skips) == ((1, 1, 1, 1), ((0, 3),))
-    assert found.profile_seconds is not None
     Pipe(module, plan=found, loss_fn=F.mse_loss)(X, target=X).backward()
 
 
