@@ -8,8 +8,6 @@ So steps of the best plans are tried, and the stages of the fastest must fit as 
 from __future__ import annotations
 
 import copy
-import functools
-import time
 import warnings
 from collections import Counter
 from contextlib import ExitStack
@@ -34,7 +32,6 @@ from pipework.planning.profiles import Profile
 from pipework.planning.request import check_options, checked_schedules, make_request
 from pipework.planning.search import Budget, best_plans, no_plan_fits
 from pipework.runtime.out_of_memory import is_out_of_memory
-from pipework.schedule import measure
 from pipework.schedule.draw.units import counted
 
 if TYPE_CHECKING:
@@ -45,19 +42,18 @@ if TYPE_CHECKING:
     from pipework.distributed.mesh import Mesh
     from pipework.model.sequential import Device
     from pipework.planning.request import PlanRequest
-    from pipework.schedule import Costs
 
 _TIMEOUT = 0.2
 # Schedules with a name that are tried beside the best plan, if they are about as fast by the profile.
 _NAMED, _WITHIN = 5, 1.15
 _SEARCHES = 3  # at most, each with less memory, if the stages that the one before has found do not fit
 _TURNS = 3
-# The first step of a turn allocates, and chooses kernels; the second one has been 6 to 13 % slower than those after it.
-_WARM_UP = 3
-_LEAST_STEPS = 2  # of a turn, that are recorded
+# The first step of a turn allocates and chooses kernels; the second one has been 6 to 13 % slower than those after it.
+_WARM_UP = 2
+_LEAST_STEPS = 2  # of a turn, that count
 _CLEARLY = 0.98  # of the first plan's seconds; less is noise
 _SLOWED = 1.25  # of the step by the profile; less is usual
-_TIMES = ("forward", "backward", "recompute", "input_gradient", "weight_gradient", "transfer", "skip_transfer")
+_TIMES = ("forward", "backward", "input_gradient", "weight_gradient", "transfer", "skip_transfer")
 
 
 def plan(
@@ -132,14 +128,16 @@ def plan(
     if isinstance(model, Profile):
         if unused := [name for name, value in {**measuring, "mesh": mesh}.items() if value is not None]:
             raise ValueError(f"plan got a profile and {unused[0]}=, which only the measurement of a model needs")
-        if devices is None:
-            kinds = ", ".join(map(repr, model.kinds))
-            raise ValueError(
-                f"devices is missing: with a profile, name one device or kind of device for each worker; kinds: {kinds}"
-            )
         # Devices are texts here, which `make_request` checks.
         return best_plans(make_request(model, devices, memory, **options), budget, report)[0]  # type: ignore[arg-type]
-    _check(model, sample, schedules, target)
+    if not isinstance(model, nn.Sequential):
+        raise not_sequential(model)
+    names = checked_schedules(schedules)
+    if target is None and names != ("gpipe",):  # which alone has all outputs before the first backward
+        raise ValueError(
+            "plan got no target: its schedules compute the loss inside of the pipe, so give target=y, loss_fn=f; for a "
+            "loss outside, schedules=['gpipe']"
+        )
     measuring |= {"timeout": _TIMEOUT if timeout is None else timeout, "progress": report}
 
     def checked_batch(workers: int, names: Collection[str], memory: Any) -> SampleBatch:
@@ -163,20 +161,6 @@ def plan(
         profile(model, devices=places, **measuring), [str(each) for each in places], memory, **options
     )
     return plan_that_fits(request, model, whole, budget, measuring["timeout"], report)
-
-
-def _check(model: object, sample: object, schedules: Sequence[str] | None, target: object) -> None:
-    """Raises an error for what cannot be measured."""
-    if sample is None:
-        raise TypeError("plan got no sample: give the inputs of a mini-batch, plan(model, x, target=y, loss_fn=f)")
-    if not isinstance(model, nn.Sequential):
-        raise not_sequential(model)
-    names = checked_schedules(schedules)
-    if target is None and names != ("gpipe",):  # which alone has all outputs before the first backward
-        raise ValueError(
-            "plan got no target: its schedules compute the loss inside of the pipe, so give target=y, loss_fn=f; for a "
-            "loss outside, schedules=['gpipe']"
-        )
 
 
 def plan_that_fits(
@@ -213,8 +197,8 @@ def plan_that_fits(
         if batch.rows != request.batch:
             return plans[0]  # for a mini-batch that is not here
         over = inf
-        for plan, costs in by_speed(plans, model, batch, timeout, report):
-            measured = measured_plan(plan, costs, limits, model, batch, timeout, report)
+        for plan in by_speed(plans, model, batch, timeout, report):
+            measured = measured_plan(plan, limits, model, batch)
             lacking = [
                 held.total / before.total
                 for held, before in zip(measured.workers, plan.workers, strict=True)
@@ -236,8 +220,8 @@ def plan_that_fits(
 
 def by_speed(
     plans: Sequence[Plan], module: nn.Sequential, batch: SampleBatch, timeout: float, report: Callable[[str], None]
-) -> list[tuple[Plan, Costs | None]]:
-    """The plans with the fastest steps first, and what their actions take.
+) -> list[Plan]:
+    """The plans with the fastest steps first, whose simulated steps take as long as the median of their steps.
 
     Plans take turns, so that what else runs on the machine slows all of them down.
 
@@ -245,44 +229,41 @@ def by_speed(
         plans: for this machine; the first one is preferred if others are not clearly faster.
         module: their layers.
         batch: the mini-batch.
-        timeout: seconds to measure each stage; there are some steps of each plan at least.
+        timeout: seconds for each stage of a plan; there are some steps of each plan at least.
         report: called with a line of text for each plan.
 
     Returns:
-        Plans, and the times of their actions, with which a simulated step takes as long as the median of their steps.
-        If there is no target, or too little memory, steps cannot be tried: then the first plan, and None.
+        If there is no target, or too little memory, steps cannot be tried: then the first plan as it is.
     """
     if batch.target is None:
-        return [(plans[0], None)]  # the caller computes the loss, and this does not know how
+        return [plans[0]]  # the caller computes the loss, and this does not know how
     steps: dict[int, list[float]] = {number: [] for number in range(len(plans))}
-    costs: dict[int, Costs] = {}
     report(f"steps of {counted(len(plans), 'plan')} are tried")
     for _ in range(_TURNS):
         for number in list(steps):
             plan = plans[number]
             try:
-                seconds, costs[number] = run_steps(plan, module, batch, timeout * len(plan.balance) / _TURNS)
-                steps[number] += seconds
+                steps[number] += run_steps(plan, module, batch, timeout * len(plan.balance) / _TURNS)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 del steps[number]
     if not steps:
-        report("no memory for steps of the plan beside the model: its stages are measured one by one")
-        return [(plans[0], None)]
+        report("no memory for steps of the plan beside the model: its times are those of the profile")
+        return [plans[0]]
     medians = {number: median(each) for number, each in steps.items()}
     for number, step in medians.items():
         name = f"{plans[number].schedule.name}, {counted(plans[number].chunks, 'micro-batch')}"
         report(f"{name}: {step:.3g} s, median of {counted(len(steps[number]), 'step')}")
     fastest = sorted(medians, key=lambda number: medians[number] * (1 if number else _CLEARLY))
-    return [(plans[number], _scaled(costs[number], plans[number], medians[number])) for number in fastest]
+    return [_with_step(plans[number], medians[number]) for number in fastest]
 
 
-def run_steps(plan: Plan, module: nn.Sequential, batch: SampleBatch, seconds: float) -> tuple[list[float], Costs]:
+def run_steps(plan: Plan, module: nn.Sequential, batch: SampleBatch, seconds: float) -> list[float]:
     """Trains a copy of the layers as a plan says, without an optimizer.
 
     Returns:
-        The seconds of each step after the first ones, from its call to its end on all devices, and what actions took.
+        The seconds of each step after the first ones, from its call to its end on all devices.
     """
     devices = [torch.device(device) for device in dict.fromkeys(plan.devices)]
 
@@ -299,61 +280,40 @@ def run_steps(plan: Plan, module: nn.Sequential, batch: SampleBatch, seconds: fl
         if not any(layer.training for layer in layers.modules()):
             layers.train()
         pipe = pipework.Pipe(layers, plan=plan, loss_fn=batch.loss_fn)
-        step = functools.partial(pipe, *batch.inputs, target=batch.target, **batch.keywords)
-        end = time.perf_counter() + seconds
-        for number in range(_WARM_UP):
-            if number == 0 or time.perf_counter() < end:
-                step()
         times: list[float] = []
-        end = time.perf_counter() + seconds
-        with pipe.record(memory=False) as recording:
-            while len(times) < _LEAST_STEPS or time.perf_counter() < end:
-                begin = clock()
-                step()
-                times.append(clock() - begin)
-    return times, recording.costs()
+        end = clock() + seconds
+        while len(times) < _WARM_UP + _LEAST_STEPS or clock() < end:
+            begin = clock()
+            pipe(*batch.inputs, target=batch.target, **batch.keywords)
+            times.append(clock() - begin)
+    return times[_WARM_UP:]
 
 
-def _scaled(costs: Costs, plan: Plan, step: float) -> Costs:
-    """What actions take, so that the simulated step takes as long as the median of the steps.
-
-    The medians of actions alone give less, by 3 to 8 % with operators of some microseconds: if one action takes longer
-    than its median, others wait for it; and a step begins before its first action, and ends after its last.
-    """
-    costs = replace(costs, skip_transfer=plan.costs.skip_transfer)
-    factor = step / (measure(plan.schedule, costs).makespan or step)
-    times: dict[str, Any] = {}
-    for name in _TIMES:
-        value = getattr(costs, name)
-        is_tuple = isinstance(value, tuple)
-        times[name] = tuple(each * factor for each in value) if is_tuple else value and value * factor
-    return replace(costs, **times)
+def _with_step(plan: Plan, step: float) -> Plan:
+    """The plan with times of its actions that make the simulated step as long as a measured one."""
+    factor = step / (plan.seconds or step)
+    times = {name: tuple(each * factor for each in getattr(plan.costs, name)) for name in _TIMES}
+    notes = plan.notes
+    if factor > _SLOWED:
+        notes += (
+            f"its step takes {factor:.2g} times what it would with layers as fast as alone: workers slow each other "
+            "down, for example if they share cores, memory or a link",
+        )
+    return replace(plan, costs=replace(plan.costs, **times), notes=notes)
 
 
-# ---- what its stages take and hold -----------------------------------------------------------------------------------
+# ---- what its stages hold --------------------------------------------------------------------------------------------
 
 
-def measured_plan(
-    plan: Plan,
-    recorded: Costs | None,
-    limits: Mapping[str, float],
-    module: nn.Sequential,
-    batch: SampleBatch,
-    timeout: float,
-    report: Callable[[str], None],
-) -> Plan:
-    """The plan with the measured times and bytes of its stages, each as a whole.
+def measured_plan(plan: Plan, limits: Mapping[str, float], module: nn.Sequential, batch: SampleBatch) -> Plan:
+    """The plan with the measured bytes of its stages, each as a whole.
 
     Args:
         plan: for this machine.
-        recorded: the times of its actions in its steps; None: its stages are measured, one after the other.
         limits: the bytes that a worker on each device may hold.
         module: its layers.
         batch: the mini-batch.
-        timeout: seconds to measure each stage.
-        report: called with a line of text for each stage.
     """
-    names, source = (_TIMES, recorded) if recorded is not None else (_TIMES[-2:], plan.costs)
     found = predict_step(
         grouped(module, plan.balance),
         [torch.device(plan.devices[worker]) for worker in plan.schedule.placement],
@@ -361,28 +321,16 @@ def measured_plan(
         *batch.micro_batches(-(-plan.batch // plan.chunks)),
         batch.tuples,
         optimizer=plan.optimizer,
-        timeout=timeout,
-        progress=report if recorded is None else lambda line: None,
-        known={name: getattr(source, name) for name in names},
+        timeout=0.0,
+        progress=lambda line: None,
+        known={name: getattr(plan.costs, name) for name in _TIMES},
     )
-    notes = plan.notes
-    if found.seconds > _SLOWED * plan.seconds > 0:
-        notes += (
-            f"its step takes {found.seconds / plan.seconds:.2g} times what it would with layers as fast as alone: "
-            "workers slow each other down, for example if they share cores, memory or a link",
-        )
     # Workers of one device share what it needs beside their own.
-    held, peaks = found.worker_bytes, found.simulation.peak_memory
     own: Counter[str] = Counter()
-    for device, size in zip(plan.devices, held, strict=True):
+    for device, size in zip(plan.devices, found.worker_bytes, strict=True):
         own[device] += size
     workers = []
-    for device, size, peak in zip(plan.devices, held, peaks, strict=True):
+    for device, size, peak in zip(plan.devices, found.worker_bytes, found.simulation.peak_memory, strict=True):
         rest = max(0.0, found.device_bytes[torch.device(device)] - own[device]) / plan.devices.count(device)
         workers.append(WorkerBytes(size - peak, peak, rest, limits[device]))
-    return replace(
-        plan,
-        notes=notes,
-        costs=found.costs,
-        workers=tuple(workers),
-    )
+    return replace(plan, costs=found.costs, workers=tuple(workers))

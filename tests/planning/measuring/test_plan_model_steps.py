@@ -16,7 +16,6 @@ from pipework.planning import profile as measured_profile
 from pipework.planning.measuring import plan_model
 from pipework.planning.measuring.plan_model import by_speed
 from pipework.planning.measuring.sample_batch import SampleBatch
-from pipework.schedule import Costs, simulate, with_recompute
 
 
 class Noting(nn.Module):
@@ -61,56 +60,27 @@ def planned(module: nn.Sequential, x: torch.Tensor):
     return replace(found, devices=("cpu", "cpu"), balance=(2, 2))
 
 
-def costs_of(found: Plan, module: nn.Sequential, batch: SampleBatch) -> Costs | None:
-    return by_speed([found], module, batch, 0, print)[0][1]
-
-
 def batch_of(module: nn.Sequential, x: torch.Tensor, target: torch.Tensor | None, loss=None) -> SampleBatch:
     return SampleBatch.of(module, x, None, target, loss)
 
 
-def test_a_trial_leaves_everything_as_it_is() -> None:
-    module, x, loss = nn.Sequential(Halving(4, 4), *layers_of()[1:]), torch.randn(8, 3, 4), Loss()
+def test_a_trial_leaves_everything_as_it_is_and_the_simulated_step_takes_as_long() -> None:
+    module, x, loss, lines = nn.Sequential(Halving(4, 4), *layers_of()[1:]).eval(), torch.randn(8, 3, 4), Loss(), []
     state = {name: value.clone() for name, value in module.state_dict().items()}
     found = planned(module, x)
     random = torch.get_rng_state()
     Noting.threads.clear()
-    costs = costs_of(found, module, batch_of(module, x, x, loss))
-    assert costs is not None
-    assert all(each > 0 for each in (*costs.forward, *costs.backward))
+    (tried,) = by_speed([found], module, batch_of(module, x, x, loss), 0, lines.append)
+    assert f": {tried.seconds:.3g} s, median of 6 steps" in lines[-1]
+    assert tried.seconds != found.seconds
+    assert tried == replace(found, costs=tried.costs, notes=tried.notes)
     assert all(torch.equal(state[name], value) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert torch.equal(random, torch.get_rng_state())
     assert loss.calls == 0
     assert threading.get_ident() not in Noting.threads  # workers ran, as in the pipe
-
-
-def test_the_simulated_step_takes_as_long_as_the_measured_ones() -> None:
-    module, x, lines = layers_of(), torch.randn(8, 3, 4), list[str]()
-    found = planned(module, x)
-    ((_, costs),) = by_speed([found], module, batch_of(module, x, x, F.mse_loss), 0, lines.append)
-    assert costs is not None
-    assert f": {simulate(found.schedule, costs).makespan:.3g} s, median of 6 steps" in lines[-1]
-
-
-def test_what_a_plan_recomputes_is_measured() -> None:
-    module, x = layers_of(), torch.randn(8, 3, 4)
-    found = planned(module, x)
-    found = replace(found, schedule=with_recompute(found.schedule, 4))
-    costs = costs_of(found, module, batch_of(module, x, x, F.mse_loss))
-    assert costs is not None
-    assert costs.recompute is not None
-    assert min(costs.recompute) > 0
-    assert tuple(costs.recompute) != tuple(costs.forward)  # which is what is assumed without a measurement
-
-
-def test_layers_in_evaluation_mode_are_trained() -> None:
-    module, x = layers_of().eval(), torch.randn(8, 3, 4)
-    costs = costs_of(planned(module, x), module, batch_of(module, x, x, F.mse_loss))
-    assert costs is not None
-    assert min(costs.backward) > 0
     assert not any(layer.training for layer in module.modules())
-    assert costs_of(planned(module, x), module, batch_of(module, x, None)) is None  # without a target there is no trial
+    assert by_speed([found], module, batch_of(module, x, None), 0, print) == [found]  # without a target
 
 
 class Failing(nn.Module):
@@ -133,8 +103,7 @@ def test_too_little_memory_for_a_trial(recwarn: pytest.WarningsRecorder) -> None
     found = plan(
         module, x, target=x, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=4, timeout=0, progress=lines.append
     )
-    assert sum("one by one" in line for line in lines) == 1
-    assert sum(line.startswith("stage 1 of") for line in lines) == 1
+    assert sum("no memory for steps of the plan" in line for line in lines) == 1
     assert found.seconds > 0
     assert not recwarn.list
 
@@ -161,9 +130,8 @@ def test_a_plan_that_runs_out_of_memory_is_left_out(monkeypatch: pytest.MonkeyPa
         return real(plan, *rest)
 
     monkeypatch.setattr(plan_model, "run_steps", small)
-    ((found, costs),) = by_speed([first, second], module, batch_of(module, x, x, F.mse_loss), 0, lines.append)
-    assert found is second
-    assert costs is not None
+    (found,) = by_speed([first, second], module, batch_of(module, x, x, F.mse_loss), 0, lines.append)
+    assert found.balance == second.balance
     assert turns == {(2, 2): 2, (1, 3): 3}
     assert len([line for line in lines if "median of" in line]) == 1
 
@@ -172,8 +140,8 @@ def test_the_fastest_plan_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = layers_of(), torch.randn(8, 3, 4)
     fast = planned(module, x)
     slow = replace(fast, balance=(1, 3))
-    real = plan_model.run_steps
     seconds = {fast.balance: 0.01, slow.balance: 0.1}
-    monkeypatch.setattr(plan_model, "run_steps", lambda plan, *rest: ([seconds[plan.balance]], real(plan, *rest)[1]))
+    monkeypatch.setattr(plan_model, "run_steps", lambda plan, *rest: [seconds[plan.balance]])
     found = by_speed([slow, fast], module, batch_of(module, x, x, F.mse_loss), 0, lambda line: None)
-    assert [plan for plan, _ in found] == [fast, slow]
+    assert [(plan.balance, pytest.approx(plan.seconds)) for plan in found] == [*seconds.items()]
+    assert found[1].notes[-1].startswith("its step takes ")
