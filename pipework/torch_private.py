@@ -86,13 +86,13 @@ require(nn.Module(), "_non_persistent_buffers_set _save_to_state_dict _apply")
 _engine: Final = _private("torch.autograd.Variable._execution_engine")
 
 
-def run_backward(outputs: tuple[Tensor | GradientEdge, ...], gradients: tuple[Tensor, ...], retain_graph: bool) -> None:
-    """Accumulates the gradients of `outputs` into the leaves of their graph.
+# No graph of the gradients, no choice of inputs, unreachable leaves are allowed, gradients are accumulated.
+run_backward: Callable[[tuple[Tensor | GradientEdge, ...], tuple[Tensor, ...], bool], None] = functools.partial(
+    _engine.run_backward, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True
+)
+"""Of roots, their gradients, and whether the graph is retained: accumulates the gradients into the leaves of the graph.
 
-    It is what `torch.autograd.backward` calls, after 20 microseconds of checks.
-    """
-    # No graph of the gradients, no choice of inputs, unreachable leaves are allowed, gradients are accumulated.
-    _engine.run_backward(outputs, gradients, retain_graph, False, (), True, True)
+It is what `torch.autograd.backward` calls, after 20 microseconds of checks."""
 
 
 def gradients(output: GradientEdge, gradient: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "runtime.random": set(),
     "runtime.skips": {"autograd"},
     "runtime.stage": {
-        "autograd", "autograd.weight_split", "runtime", "runtime.random", "runtime.skips", "values",
+        "autograd", "autograd.weight_split", "runtime", "runtime.random", "runtime.skips", "schedule", "values",
     },
     "model": {"autograd", "runtime", "runtime.random", "runtime.stage", "values"},
     "model.parts": {"model", "runtime.random", "values"},
@@ -65,7 +65,7 @@ MAY_IMPORT = {
     },
     "distributed.gradients": {"distributed.transport", "model", "values"},
     "distributed.health": set(),
-    "distributed.transport": {"runtime", "runtime.skips", "values"},
+    "distributed.transport": {"runtime", "runtime.skips", "runtime.stage", "values"},
     "testing": {
         "autograd", "distributed", "doubts", "model", "model.parts", "runtime", "runtime.random", "runtime.skips",
         "runtime.stage", "saving", "values",

@@ -83,9 +83,9 @@ def test_so_has_what_it_raises_in_a_backward() -> None:
 
 def test_a_variable_leaves_all_frames(whole_error: ValueError, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names_in(whole_error)) > 15
-    assert "stage_run.py" not in shortened(whole_error)
+    assert "stage_forward.py" not in shortened(whole_error)
     monkeypatch.setenv(VARIABLE, "1")
-    assert "stage_run.py" in shortened(whole_error)
+    assert "stage_forward.py" in shortened(whole_error)
     monkeypatch.setenv(VARIABLE, "0")
     assert len(names_in(error_of_a_layer())) < 8
 
@@ -109,7 +109,7 @@ def test_where_it_was_raised_stays() -> None:
 
 def test_in_groups(whole_error: ValueError) -> None:
     group = ExceptionGroup("both", [whole_error, KeyError(3)])
-    assert "stage_run.py" not in shortened(group)
+    assert "stage_forward.py" not in shortened(group)
     assert "KeyError: 3" in shortened(group)
 
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 
 from pipework import torch_private
 from pipework.values.dtensor import is_dtensor
@@ -29,7 +30,9 @@ from pipework.values.tensor_form import extent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import TypeAlias
 
+    Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: the output needs none
 
 _gradient, _requires_grad = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 
@@ -58,6 +61,16 @@ def enter(leaf: Tensor) -> Tensor:
     if 1 in leaf.shape or (type(leaf) is not Tensor and is_dtensor(leaf)):
         return _alias(leaf)
     return torch_private.unsafe_view(leaf, leaf.shape)
+
+
+def edge(output: Tensor) -> Root:
+    """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
+    node = output.grad_fn
+    if node is None:
+        return output if output.requires_grad else None
+    if node.__class__.__base__ is BackwardCFunction:  # of a function in Python, which an edge alone does not keep alive
+        return get_gradient_edge(output)
+    return GradientEdge(node, output.output_nr)
 
 
 def mark_unchangeable(leaf: Tensor) -> None:

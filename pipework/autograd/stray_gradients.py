@@ -54,8 +54,8 @@ class StrayGradients:
         """For the gradients of parameters that have no edge to their aliases, since they are deferred to W."""
         return WatchedQueue(self)
 
-    def watch(self, leaves: Iterable[Tensor]) -> None:
-        """Adds hooks to leaves; they change no gradient."""
+    def watch(self, leaves: Iterable[Tensor], _: object = None) -> None:
+        """Adds hooks to leaves, which change no gradient; called after a stage's forward."""
 
         def refuse(gradient: Tensor | None) -> None:
             if gradient is not None:

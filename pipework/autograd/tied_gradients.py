@@ -57,12 +57,13 @@ class TiedGradients:
                 found.append((alias, gradient))
         return found
 
-    def hand_on(self, micro_batch: int) -> None:
-        """After the backward: sends the gradients to the earlier stages, which add theirs."""
-        for alias, waiting, link in self._to_earlier:
-            if alias.grad is not None:
-                waiting[micro_batch] = ((alias.grad,), None) if link is None else link.depart((alias.grad,))
-                alias.grad = None
+    def hand_on(self, micro_batch: int) -> list[Tensor]:
+        """After the backward: sends the gradients to the earlier stages, which add theirs. Returns their aliases."""
+        found = [each for each in self._to_earlier if each[0].grad is not None]
+        for alias, waiting, link in found:
+            waiting[micro_batch] = ((alias.grad,), None) if link is None else link.depart((alias.grad,))
+            alias.grad = None
+        return [alias for alias, _, _ in found]
 
     def clear(self) -> None:
         """Drops everything, after a failure."""

@@ -216,13 +216,3 @@ def _wake_all(inboxes: Iterable[Inbox | None]) -> None:
     for inbox in inboxes:
         if inbox is not None:
             inbox.put(WAKE_UP)
-
-
-def preceded(call: Handler, handle: Handler) -> Handler:
-    """A handler that calls another function before."""
-
-    def both(action: Action) -> None:
-        call(action)
-        handle(action)
-
-    return both

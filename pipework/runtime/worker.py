@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipework.runtime.transport import preceded
+from pipework.runtime.stage.actions import chained
 from pipework.schedule import Interval
 
 if TYPE_CHECKING:
@@ -70,10 +70,11 @@ class WorkerRun:
         """The handlers for a thread that executes the actions of other workers, too."""
         if self.device.stream is None:
             return self.handlers
-        return {place: preceded(self._enter, handle) for place, handle in self.handlers.items()}
+        return {place: chained(self._enter, handle) for place, handle in self.handlers.items()}
 
     def disconnect(self) -> None:
         """After the run."""
+        self.handlers.clear()  # they refer to this object
         for run in self.runs.values():
             run.disconnect()
 

@@ -1,7 +1,7 @@
 """The table of kinds: what each kind of action needs, gives, holds and costs, and how pictures show it.
 
-A new kind is a row of this table, and a handler in the runtime, see `StageRun.connect`. Everything else reads the row:
-checks, simulation, memory, pictures and files.
+A new kind is a row of this table, and a handler in `HANDLERS` (`runtime/stage/actions.py`). Everything else reads the
+row: checks, simulation, memory, pictures and files.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipework.runtime.transport import LocalTransport, preceded
+from pipework.runtime.stage.actions import chained
+from pipework.runtime.transport import LocalTransport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -116,7 +117,7 @@ class RankTransport:
             "UNSHARD": self._unshard,
             "RESHARD": lambda action: self._spec.runs[action.stage].aliases.reshard(),
         }
-        return {kind: preceded(self._backend.before_action, handle) for kind, handle in every.items()}
+        return {kind: chained(self._backend.before_action, handle) for kind, handle in every.items()}
 
     def finish(self) -> None:
         """See `Endpoint.finish`: exchanges results, and waits until all messages have arrived."""

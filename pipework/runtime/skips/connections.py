@@ -4,8 +4,14 @@ r"""Skip connections between stages: a tensor goes straight from the stage that 
         \________________ skip ________________/
 
 A stage treats popped tensors as further inputs and stashed tensors as further outputs: they are cut from the graph,
-kept for a recomputation, differentiated and freed like the others. This file separates them from the value and sends
-them.
+kept for a recomputation, differentiated and freed like the others. `SkipPorts` is an adapter around each function by
+which a stage receives, runs and sends:
+
+    receive            1 waits for the popped tensors too, and appends them to the leaves
+    run the layers     2 these pop and stash; what they have stashed is appended to the outputs
+    send               3 the stashed tensors go their ways, the value goes the usual one
+    receive gradients  4 those of stashed tensors are appended, and those of popped ones that later stages pop, too
+    send gradients     5 those of the popped tensors go their ways
 """
 
 from __future__ import annotations
@@ -13,34 +19,58 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipework.autograd import boundary
+from pipework.runtime.skips import skip_tracker
 from pipework.runtime.skips.stashed import Stashed, StashedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
     from typing import Any
 
     from torch import Tensor
 
+    from pipework.autograd.boundary import Root
     from pipework.runtime.skips.skip import Skip
-    from pipework.runtime.skips.stashed import Arrived
-    from pipework.runtime.transport import Endpoint, Send
+    from pipework.runtime.transport import Endpoint, Message, Receive, Send
     from pipework.values.nested import Structure
 
 
-class Bundle(NamedTuple):
-    """The structure of a stage's tensors with skips: first the tensors of the value, then those of the skips.
+class Received(NamedTuple):
+    """The structure of a stage's leaves: first those of the value, then the popped ones.
 
     Attributes:
-        structure: of the value.
-        own: how many tensors belong to the value.
-        present: for each skip whether it is a tensor; a layer may stash None.
-        same: pairs of the number of a tensor of the value and the number of a skip with the very same tensor.
+        value: the structure of the value, which says what earlier stages have stashed of it.
+        own: how many leaves belong to the value.
+        popped: the numbers of the skips of the others. A tensor of the value that is popped, too, is there once.
+        present: the numbers of all skips that the stage pops, without those of which None was stashed.
+        returned: those of them whose tensors the source has returned, too.
     """
 
-    structure: Structure | None
+    value: Stashed
     own: int
-    present: tuple[bool, ...]
+    popped: tuple[int, ...]
+    present: tuple[int, ...]
+    returned: frozenset[int]
+
+
+class Bundle(NamedTuple):
+    """The structure of a stage's outputs: first those of the value, then the stashed ones.
+
+    Attributes:
+        value: the structure of the value, with marks for stashed tensors.
+        own: how many outputs belong to the value.
+        present: for each skip that begins here whether it is a tensor; a layer may stash None.
+        same: pairs of the number of a tensor of the value and the number of a skip with the very same tensor.
+        begun: where else a backward of this stage starts, with gradients from later stages.
+        awaited: the numbers of the skips whose gradients those of the outputs and of `begun` are; None: the gradient of
+            the value has that of the skip.
+    """
+
+    value: Structure | Stashed | None
+    own: int
+    present: tuple[bool, ...] = ()
     same: tuple[tuple[int, int], ...] = ()
+    begun: tuple[Root, ...] = ()
+    awaited: tuple[int | None, ...] = ()
 
 
 class SkipPorts:
@@ -58,16 +88,11 @@ class SkipPorts:
         self._stage = stage
         self._skips = skips
         self._stashed = StashedTensors(stage, skips)
-        numbered = list(enumerate(skips))
-        self._incoming = [(n, skip) for n, skip in numbered if stage in skip.later]
-        self._outgoing = [(n, skip) for n, skip in numbered if stage == skip.source and skip.later]
+        self._incoming = [(n, skip) for n, skip in enumerate(skips) if stage in skip.later]
+        self._outgoing = [(n, skip) for n, skip in enumerate(skips) if stage == skip.source and skip.later]
         self._popped_next = [(n, skip) for n, skip in self._incoming if stage + 1 in skip.later]
         self.any_gradients = any(stage in (skip.source, *skip.destinations, skip.stage_after_source) for skip in skips)
-        self._present: dict[int, tuple[bool, ...]] = {}  # for each micro-batch, which of the incoming are tensors
-        # For each micro-batch, which tensors of the received value are tensors of skips; see `Stashed.same`.
-        self._same: dict[int, tuple[tuple[int, int], ...]] = {}
-        # For each micro-batch, the popped skips whose tensors the source has returned, too.
-        self._returned: dict[int, frozenset[int]] = {}
+        self._received: dict[int, Received] = {}  # by micro-batch, as the next
         self._awaited: dict[int, tuple[int | None, ...]] = {}
 
     def connect(self, endpoint: Endpoint) -> None:
@@ -81,73 +106,83 @@ class SkipPorts:
 
         self._senders = [senders(n, skip) for n, skip in self._outgoing]
         self._senders_on = [senders(n, skip) for n, skip in self._incoming]
-        self._gradient_senders: list[Send] = [
-            endpoint.sender(f"B skip {n}", skip.gradient_to(self._stage)) for n, skip in self._incoming
-        ]
+        self._gradient_senders: dict[int, Send] = {
+            n: endpoint.sender(f"B skip {n}", skip.gradient_to(self._stage)) for n, skip in self._incoming
+        }
         self._senders_if_returned: dict[int, Send] = {
             n: endpoint.sender(f"B skip {n}", skip.stage_after_source)
             for n, skip in self._incoming
             if skip.stage_after_source is not None and skip.later[0] == self._stage
         }
 
-    def receive(
-        self, micro_batch: int, leaves: tuple[Tensor, ...], structure: Any
-    ) -> tuple[tuple[Tensor, ...], Bundle, list[Arrived]]:
-        """Waits for the tensors that the stage pops, hands them on, and appends them to its inputs.
-
-        Returns:
-            The inputs and their structure; and those of them that earlier stages have stashed.
-        """
-        arrived: list[Arrived] = []
-        if isinstance(structure, Stashed):
-            if structure.same:
-                self._same[micro_batch] = structure.same
-            arrived, structure = self._stashed.marked(leaves, structure), structure.structure
-        popped: list[Tensor] = []
-        present, returned = [], []
-        for (n, _), receive, senders in zip(self._incoming, self._receivers, self._senders_on, strict=True):
-            tensors, is_returned = receive(micro_batch)
-            _hand_on(senders, micro_batch, tensors)
-            popped += tensors
-            present.append(bool(tensors))
+    def receive(self, receive: Receive, micro_batch: int) -> Message:
+        """1: the leaves of the value and of what the stage pops, which is handed on to later stages."""
+        leaves, structure = receive(micro_batch)
+        value = structure if isinstance(structure, Stashed) else Stashed(structure)
+        with_value = {n for _, n in value.same}
+        tensors: list[Tensor] = []
+        popped, present, returned = [], [], []
+        for (n, _), receive_skip, senders in zip(self._incoming, self._receivers, self._senders_on, strict=True):
+            own, is_returned = receive_skip(micro_batch)
+            _hand_on(senders, micro_batch, own)
+            if own:
+                present.append(n)
+                if n not in with_value:
+                    tensors += own
+                    popped.append(n)
             if is_returned:
                 returned.append(n)
-        bundle = Bundle(structure, len(leaves), tuple(present))
-        self._present[micro_batch], self._returned[micro_batch] = bundle.present, frozenset(returned)
-        arrived += self._stashed.popped(bundle.own, popped, self._popped(bundle.present))
-        return leaves + tuple(popped), bundle, arrived
+        received = Received(value, len(leaves), tuple(popped), tuple(present), frozenset(returned))
+        self._received[micro_batch] = received
+        return leaves + tuple(tensors), received
 
-    def refuse_overwritten(self, arrived: Sequence[Arrived]) -> None:
-        """See `StashedTensors`."""
+    def run(
+        self,
+        layers: Callable[[tuple[Tensor, ...], Any, int], tuple[tuple[Tensor, ...], Any]],
+        leaves: tuple[Tensor, ...],
+        received: Received,
+        micro_batch: int,
+    ) -> tuple[tuple[Tensor, ...], Bundle]:
+        """2: runs the layers while they may stash and pop."""
+        value = leaves[: received.own]
+        number_of, others = {n: number for number, n in received.value.same}, iter(leaves[received.own :])
+        tensors = {n: value[number_of[n]] if n in number_of else next(others) for n in received.present}
+        arrived = self._stashed.arrived(value, received.value, tensors)
+        tracker = StageTracker({skip.key: tensors.get(n) for n, skip in self._incoming})
+        with skip_tracker.using(tracker):
+            outputs, structure = layers(value, received.value.structure, micro_batch)
         self._stashed.refuse_overwritten(arrived)
-
-    def send(
-        self, micro_batch: int, outputs: tuple[Tensor, ...], bundle: Bundle, arrived: Sequence[Arrived]
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """Sends the stashed tensors on their ways to the stages that pop them.
-
-        Args:
-            micro_batch: its number.
-            outputs: of the stage, with what it stashes.
-            bundle: their structure.
-            arrived: the stashed tensors among the inputs.
-
-        Returns:
-            The tensors of the value, and its structure with marks for stashed tensors.
-        """
-        value, tensors = outputs[: bundle.own], outputs[bundle.own :]
-        remaining, returned = iter(tensors), {n for _, n in bundle.same}
-        stashed: list[tuple[int, Tensor]] = []
-        if self._outgoing:
-            for (n, skip), senders, is_tensor in zip(self._outgoing, self._senders, bundle.present, strict=True):
-                own = (next(remaining),) if is_tensor else ()
-                _hand_on(senders, micro_batch, own, is_returned=n in returned and skip.stage_after_source is not None)
-                stashed += [(n, tensor) for tensor in own]
+        stashed = [(n, tracker.load(skip.key)) for n, skip in self._outgoing]
+        own = {id(output): number for number, output in enumerate(outputs)}
+        leaving = [*stashed, *((n, tracker.load(skip.key)) for n, skip in self._popped_next)]
+        same = [(own[id(tensor)], n) for n, tensor in leaving if tensor is not None and id(tensor) in own]
+        present = [(n, tensor) for n, tensor in stashed if tensor is not None]
+        # A gradient from later stages begins at what they pop, too, and at what only passes through this stage.
+        continued = [n for n in tensors if self._stage < self._skips[n].later[-1]]
+        passed = [(number, n) for number, n in received.value.same if self._stage not in self._skips[n].later]
+        begun = [*(tensors[n] for n in continued), *(value[number] for number, _ in passed)]
         # If the stage has returned a skip's tensor, the gradient of the value contains that of the skip.
-        awaited = [*(n for n, _ in stashed), *self._continued(self._popped(self._present[micro_batch]))]
-        passed = [n for _, n in self._passed(micro_batch)]
-        self._awaited[micro_batch] = (*[None if n in returned else n for n in awaited], *passed)
-        return value, self._stashed.marking(bundle.structure, value, arrived, stashed, bundle.same)
+        with_value = {n for _, n in same}
+        awaited = [None if n in with_value else n for n in [*(n for n, _ in present), *continued]]
+        bundle = Bundle(
+            self._stashed.marking(structure, outputs, arrived, present, tuple(same)),
+            len(outputs),
+            tuple([tensor is not None for _, tensor in stashed]),
+            tuple(same),
+            tuple(map(boundary.edge, begun)),
+            (*awaited, *(n for _, n in passed)),
+        )
+        return outputs + tuple([tensor for _, tensor in present]), bundle
+
+    def send(self, send: Send, micro_batch: int, message: Message) -> None:
+        """3: sends the stashed tensors on their ways to the stages that pop them, and the value."""
+        outputs, bundle = message
+        remaining, returned = iter(outputs[bundle.own :]), {n for _, n in bundle.same}
+        for (n, skip), senders, is_tensor in zip(self._outgoing, self._senders, bundle.present, strict=True):
+            own = (next(remaining),) if is_tensor else ()
+            _hand_on(senders, micro_batch, own, is_returned=n in returned and skip.stage_after_source is not None)
+        self._awaited[micro_batch] = bundle.awaited
+        send(micro_batch, (outputs[: bundle.own], bundle.value))
 
     def awaits(self, name: str, micro_batch: int) -> bool | None:
         """Whether a message of this name will come; None: it is known only after the forward."""
@@ -157,83 +192,26 @@ class SkipPorts:
             return None
         return int(name.removeprefix("B skip ")) in self._awaited[micro_batch]
 
-    def _popped(self, present: tuple[bool, ...]) -> list[int]:
-        """The numbers of the skips of the popped tensors."""
-        return [n for (n, _), is_tensor in zip(self._incoming, present, strict=True) if is_tensor]
-
-    def _continued(self, popped: Sequence[int]) -> list[int]:
-        """Of these skips, the ones that later stages pop, too."""
-        return [n for n in popped if self._stage < self._skips[n].later[-1]]
-
-    def _passed(self, micro_batch: int) -> list[tuple[int, int]]:
-        """The tensors of the value that are tensors of skips, where later stages pop the skip and this one does not.
-
-        Returns:
-            Pairs of the number of the tensor and the number of the skip.
-        """
-        same = self._same.get(micro_batch, ())
-        return [(number, n) for number, n in same if self._stage not in self._skips[n].later]
-
-    def entered(
-        self, micro_batch: int, leaves: Sequence[Tensor], of_value: Sequence[Tensor], bundle: Bundle
-    ) -> tuple[dict[int, Tensor], list[Tensor]]:
-        """What the layers get for each popped tensor: an alias; if the value has the same tensor, the value's alias.
-
-        Args:
-            micro_batch: its number.
-            leaves: the popped tensors.
-            of_value: what the layers get as the value.
-            bundle: the structure of the inputs.
-
-        Returns:
-            The aliases, by the numbers of skips; and the tensors at which gradients from later stages begin.
-        """
-        number_of = {n: number for number, n in self._same.get(micro_batch, ())}
-        aliases = {
-            n: of_value[number_of[n]] if n in number_of else boundary.enter(leaf)
-            for n, leaf in zip(self._popped(bundle.present), leaves, strict=True)
-        }
-        begun = [aliases[n] for n in self._continued(list(aliases))]
-        return aliases, begun + [of_value[number] for number, _ in self._passed(micro_batch)]
-
-    def tracker(self, aliases: dict[int, Tensor]) -> StageTracker:
-        """The tracker for the stage's layers while they run on one micro-batch."""
-        popped = {skip.key: aliases.get(n) for n, skip in self._incoming}
-        return StageTracker(popped, [skip.key for _, skip in self._outgoing])
-
-    def bundle(
-        self, structure: Structure | None, outputs: Sequence[Tensor], tracker: StageTracker
-    ) -> tuple[tuple[Tensor, ...], Bundle]:
-        """The stashed tensors, and what describes them and the outputs of the layers together."""
-        stashed = tracker.outgoing()
-        own = {id(output): number for number, output in enumerate(outputs)}
-        leaving = [(n, tensor) for (n, _), tensor in zip(self._outgoing, stashed, strict=True)]
-        leaving += [(n, tracker.load(skip.key)) for n, skip in self._popped_next]
-        same = tuple([(own[id(tensor)], n) for n, tensor in leaving if tensor is not None and id(tensor) in own])
-        is_tensor = tuple([tensor is not None for tensor in stashed])
-        return tuple([t for t in stashed if t is not None]), Bundle(structure, len(outputs), is_tensor, same)
-
-    def receive_gradients(self, micro_batch: int) -> tuple[Tensor | None, ...]:
-        """Waits for gradients from later stages: of what this stage stashes, and of tensors that both use."""
+    def receive_gradients(self, receive: Receive, micro_batch: int) -> Message:
+        """4: the gradients of the value, of what this stage stashes, and of tensors that later stages use, too."""
+        gradients, structure = receive(micro_batch)
         receivers = self._gradient_receivers
         awaited = [None if n is None else receivers[n](micro_batch)[0][0] for n in self._awaited[micro_batch]]
-        return tuple(awaited)
+        return gradients + tuple(awaited), structure
 
-    def send_gradients(self, micro_batch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Sends the gradients of popped tensors towards the stages that stashed them. Returns those of the value."""
-        present, returned = self._present[micro_batch], self._returned[micro_batch]
-        with_value = {n for _, n in self._same.get(micro_batch, ())}
-        own = len(gradients) - sum(present)
-        remaining = iter(gradients[own:])
-        for (n, _), send, is_tensor in zip(self._incoming, self._gradient_senders, present, strict=True):
-            gradient = next(remaining) if is_tensor else None
-            if is_tensor and n not in with_value:
-                (self._senders_if_returned[n] if n in returned else send)(micro_batch, ((gradient,), None))
-        return gradients[:own]
+    def send_gradients(self, send: Send | None, micro_batch: int, message: Message) -> None:
+        """5: sends the gradients of popped tensors towards the stages that stashed them, and those of the value."""
+        gradients, structure = message
+        received = self._received[micro_batch]
+        for n, gradient in zip(received.popped, gradients[received.own :], strict=True):
+            senders = self._senders_if_returned if n in received.returned else self._gradient_senders
+            senders[n](micro_batch, ((gradient,), None))
+        if send is not None:
+            send(micro_batch, (gradients[: received.own], structure))
 
 
 def _hand_on(
-    senders: Sequence[Send], micro_batch: int, tensors: Sequence[Tensor], *, is_returned: bool = False
+    senders: Iterable[Send], micro_batch: int, tensors: Sequence[Tensor], *, is_returned: bool = False
 ) -> None:
     """Sends a skip's tensor to other stages, to each as a leaf of its own; no tensors: None was stashed.
 
@@ -251,9 +229,8 @@ def _hand_on(
 class StageTracker:
     """The `SkipTracker` of one stage and micro-batch: holds what its layers pop, collects what they stash."""
 
-    def __init__(self, popped: dict[Hashable, Tensor | None], outgoing: Sequence[Hashable]) -> None:
+    def __init__(self, popped: dict[Hashable, Tensor | None]) -> None:
         self._tensors = popped
-        self._outgoing = outgoing
 
     def save(self, key: Hashable, tensor: Tensor | None, poppers: int) -> None:
         """See `SkipTracker.save`."""
@@ -262,7 +239,3 @@ class StageTracker:
     def load(self, key: Hashable) -> Tensor | None:
         """See `SkipTracker.load`."""
         return self._tensors[key]
-
-    def outgoing(self) -> tuple[Tensor | None, ...]:
-        """The tensors stashed for other stages."""
-        return tuple([self._tensors[key] for key in self._outgoing])

@@ -16,7 +16,7 @@ import torch
 from pipework import torch_private
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -35,7 +35,7 @@ class Stashed(NamedTuple):
     """
 
     structure: Structure | None
-    which: tuple[tuple[int, int], ...]
+    which: tuple[tuple[int, int], ...] = ()
     same: tuple[tuple[int, int], ...] = ()
 
 
@@ -43,13 +43,11 @@ class Arrived(NamedTuple):
     """An input of a stage that an earlier stage has stashed; the stage pops it, or gets it as a part of the value.
 
     Attributes:
-        number: of the input.
         skip: the number of the skip.
-        tensor: the input.
+        tensor: the input, as the layers get it.
         version: of the tensor before the layers run.
     """
 
-    number: int
     skip: int
     tensor: Tensor
     version: int
@@ -69,25 +67,23 @@ class StashedTensors:
         self._further = {n for n, skip in enumerate(skips) if skip.source <= stage < max(skip.destinations)}
         self._popped_elsewhere = {n for n, skip in enumerate(skips) if set(skip.later) - {stage}}
 
-    def marked(self, leaves: Sequence[Tensor], stashed: Stashed) -> list[Arrived]:
-        """The marked inputs of the stage, before its layers run."""
-        return [Arrived(n, skip, leaves[n], _version(leaves[n])) for n, skip in stashed.which]
-
-    def popped(self, first: int, leaves: Sequence[Tensor], skips: Sequence[int]) -> list[Arrived]:
-        """The inputs that the stage pops and must not change, before its layers run.
+    def arrived(self, value: Sequence[Tensor], stashed: Stashed, popped: Mapping[int, Tensor]) -> list[Arrived]:
+        """The inputs that the stage must not change, before its layers run.
 
         The last stage that pops may change its input if no gradient is wanted: the others have read it.
 
         Args:
-            first: the number of the first of them among all inputs.
-            leaves: all inputs that it pops.
-            skips: the number of the skip of each.
+            value: the tensors of the value.
+            stashed: what describes them.
+            popped: by the number of a skip, what the stage pops.
         """
-        return [
-            Arrived(n, skip, leaf, _version(leaf))
-            for n, (leaf, skip) in enumerate(zip(leaves, skips, strict=True), start=first)
-            if skip in self._further or (skip in self._popped_elsewhere and leaf.requires_grad)
+        found = [(skip, value[n]) for n, skip in stashed.which]
+        found += [
+            (skip, tensor)
+            for skip, tensor in popped.items()
+            if skip in self._further or (skip in self._popped_elsewhere and tensor.requires_grad)
         ]
+        return [Arrived(skip, tensor, _version(tensor)) for skip, tensor in found]
 
     def refuse_overwritten(self, arrived: Sequence[Arrived]) -> None:
         """Checks the stashed inputs after the layers have run.
@@ -98,7 +94,7 @@ class StashedTensors:
         Raises:
             RuntimeError: the layers have changed one of them in place.
         """
-        for _, skip, tensor, version in arrived:
+        for skip, tensor, version in arrived:
             if _version(tensor) != version:
                 key, source = self._skips[skip].key, self._skips[skip].source
                 name = key[1] if isinstance(key, tuple) else key
@@ -134,7 +130,7 @@ class StashedTensors:
             for skip, tensor in tensors
             if skip in self._further
             for n, output in enumerate(outputs)
-            if _share_memory(tensor, output)
+            if share_memory(tensor, output)
         ]
         return Stashed(structure, tuple(which), same) if which or same else structure
 
@@ -143,7 +139,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else torch_private.version(tensor)  # tensors of inference mode have no version
 
 
-def _share_memory(one: Tensor, two: Tensor) -> bool:
+def share_memory(one: Tensor, two: Tensor) -> bool:
     """Whether two tensors have an element in common, or may have one, judged by their first and last addresses."""
     if not (_has_place(one) and _has_place(two)):
         return False

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pipework import torch_private
 from pipework.autograd import boundary
+from pipework.runtime.skips.stashed import share_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
+    from pipework.autograd.aliases import Aliases
     from pipework.autograd.batch_versions import BatchVersions
     from pipework.runtime.stage.stage import Stage
+
+_viewed = torch_private.viewed
 
 
 class InPlaceChanges:
@@ -24,6 +29,9 @@ class InPlaceChanges:
         own_leaves: the numbers of the inputs that are leaves of the caller. The layers get these leaves themselves, so
             that PyTorch refuses an in-place operation on them. The same holds for views of them from an earlier stage.
         batch: the version counters of the inputs, if the caller may change the inputs before a backward.
+        checkpointed: the micro-batches that are computed twice. Their leaves are copies, or the recomputation compares
+            the versions of their leaves.
+        aliases: of the stage's parameters.
 
     Attributes:
         found: whether the layers have changed an input in place; None before the first micro-batch, for which the
@@ -31,27 +39,30 @@ class InPlaceChanges:
         refuses: the memory of those inputs of this micro-batch that a later stage must not change in place, either.
     """
 
-    def __init__(self, stage: Stage, own_leaves: frozenset[int], batch: BatchVersions | None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        own_leaves: frozenset[int],
+        batch: BatchVersions | None,
+        checkpointed: Set[int],
+        aliases: Aliases,
+    ) -> None:
         self._stage = stage
+        self._checkpointed = checkpointed
+        self._parameters = aliases
         self._own_leaves = own_leaves
         self._batch = batch
         self.found: bool | None = None
         self.refuses: Set[object] = frozenset()
         self._passed_on: Set[int] = frozenset()  # the inputs whose memory outputs have, too
 
-    def aliases(self, leaves: Sequence[Tensor], *, recomputed: bool) -> tuple[Tensor, ...]:
-        """Aliases of the inputs for the layers, whose version counters show a change afterwards.
-
-        Args:
-            leaves: the inputs.
-            recomputed: whether this micro-batch is computed twice. Then its leaves are copies, or the recomputation
-                compares their versions.
-        """
+    def aliases(self, leaves: Sequence[Tensor], micro_batch: int) -> tuple[Tensor, ...]:
+        """Aliases of the inputs for the layers, whose version counters show a change afterwards."""
         refusing = [n in self._own_leaves or boundary.is_unchangeable(leaf) for n, leaf in enumerate(leaves)]
         pairs = list(zip(leaves, refusing, strict=True))
         aliases = tuple([leaf if refuses else boundary.enter(leaf) for leaf, refuses in pairs])
         self.refuses = {_memory(leaf) for leaf, refuses in pairs if refuses}
-        if self._batch is not None and not recomputed:
+        if self._batch is not None and micro_batch not in self._checkpointed:
             for leaf, alias in zip(leaves, aliases, strict=True):
                 if alias.grad_fn is not None:
                     self._batch.add_alias(leaf, alias)
@@ -64,12 +75,19 @@ class InPlaceChanges:
         if any(seen):
             self.refuse_overlap(leaves)
 
-    def mark(self, outputs: Sequence[Tensor]) -> None:
-        """Marks the outputs that have memory of the caller's leaves, for later stages."""
-        for output in outputs:
-            if output.requires_grad and _memory(output) in self.refuses:
-                boundary.mark_unchangeable(output)
+    def cut(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs without their graph, with a mark on those that no later stage may change in place.
+
+        These have the memory of a leaf of the caller, or of a parameter.
+        """
+        leaves = tuple(map(boundary.cut, outputs))
+        for output, leaf in zip(outputs, leaves, strict=True):
+            is_view = output.is_leaf or _viewed(output) is not None
+            refuses = self.refuses and leaf.requires_grad and _memory(leaf) in self.refuses
+            if refuses or (is_view and self._parameters.has_memory_of(output)):
+                boundary.mark_unchangeable(leaf)
         self.refuses = frozenset()
+        return leaves
 
     def inputs_of_first_pass(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The inputs on which the first pass of a checkpointed micro-batch runs.
@@ -115,8 +133,8 @@ class InPlaceChanges:
 
     def refuse_overlap(self, leaves: Sequence[Tensor]) -> None:
         """One of these inputs was changed in place: raises a RuntimeError if some of them share memory."""
-        storages = {leaf.untyped_storage().data_ptr() for leaf in leaves}
-        if len(storages) < len(leaves) and any(leaf.requires_grad for leaf in leaves):
+        pairs = itertools.combinations(leaves, 2)
+        if any(leaf.requires_grad for leaf in leaves) and any(share_memory(*pair) for pair in pairs):
             raise RuntimeError(
                 f"{self._the_stage}, changed an input in place, and its inputs share memory, so that the gradient of "
                 "another one would be wrong. Send a clone, or make the operation not in-place"

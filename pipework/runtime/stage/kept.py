@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from pipework.autograd.boundary import edge
+from pipework.runtime.skips.connections import Bundle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
+    from pipework.autograd.boundary import Root
     from pipework.runtime.stage.recomputation import Snapshot
 
-    Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: the output needs none
     # The structure of a value: a Structure, None for a single tensor, a Bundle if the pipe has skips.
     AnyStructure: TypeAlias = Any
 
@@ -42,7 +43,7 @@ class Kept:
         B, I   `take`
 
     Activations are moved elsewhere, such as to the memory of the host, in two places. What operators have saved is
-    inside of the graph: `torch.autograd.graph.saved_tensors_hooks` around `StageRun.run_layers` get it, as
+    inside of the graph: `torch.autograd.graph.saved_tensors_hooks` around `StageForward` get it, as
     `save_on_cpu()` around a call of the pipe does today. Inputs that wait for a recomputation are here. The leaves of a
     graph stay, since hooks are on these very objects. `MemoryMeter` counts the bytes of both,
     `planning.measuring.stage_copy` predicts them, and between I and W `WeightGradientStore` keeps what W needs.
@@ -52,10 +53,13 @@ class Kept:
         has_loss: whether the first output is the loss, which the step keeps. Others are returned beside it, without
             their graph.
 
+    Attributes:
+        graphs: by micro-batch the leaves, and where the backward starts.
+
     Example:
         >>> import torch
         >>> kept = Kept(shares_output=False, has_loss=True)
-        >>> kept.put(0, (), [torch.ones(1)])
+        >>> kept.put(0, (), [torch.ones(1)], None)
         >>> kept.micro_batches, kept.take(0), kept.micro_batches
         ({0}, ((), (None,)), set())
     """
@@ -64,12 +68,13 @@ class Kept:
         self._shares_output = shares_output
         self._has_loss = has_loss
         self._inputs: dict[int, Inputs] = {}
-        self._graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
+        self.graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
 
     def put(
-        self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: Sequence[Tensor], more: tuple[Root, ...] = ()
+        self, micro_batch: int, leaves: tuple[Tensor, ...], outputs: Sequence[Tensor], structure: AnyStructure
     ) -> None:
-        """Keeps the graph between leaves and outputs; a backward starts at the outputs and at `more`."""
+        """Keeps the graph between leaves and outputs; a backward starts at these, and where the structure says."""
+        more: tuple[Root, ...] = structure.begun if type(structure) is Bundle else ()
         if self._has_loss:
             outputs = outputs[:1]
         if self._has_loss or self._shares_output:  # its memory is kept in any case, and it is cheaper than its edge
@@ -77,7 +82,7 @@ class Kept:
                 more = output if output.requires_grad else None, *more
         else:
             more = *map(edge, outputs), *more
-        self._graphs[micro_batch] = leaves, more
+        self.graphs[micro_batch] = leaves, more
 
     def put_inputs(self, micro_batch: int, inputs: Inputs) -> None:
         """Keeps no graph, but what a recomputation needs."""
@@ -85,9 +90,9 @@ class Kept:
 
     def take(self, micro_batch: int, *, again: bool = False) -> tuple[tuple[Tensor, ...], tuple[Root, ...]]:
         """The leaves of a graph, and where its backward starts. They stay if the backward may run `again`."""
-        graph = self._graphs[micro_batch]
+        graph = self.graphs[micro_batch]
         if not again:
-            del self._graphs[micro_batch]
+            del self.graphs[micro_batch]
         return graph
 
     def take_inputs(self, micro_batch: int, *, again: bool) -> Inputs | None:
@@ -97,19 +102,9 @@ class Kept:
     @property
     def micro_batches(self) -> set[int]:
         """Those of which something is kept."""
-        return {*self._inputs, *self._graphs}
+        return {*self._inputs, *self.graphs}
 
     def clear(self) -> None:
         """Drops everything, after a failure."""
         self._inputs.clear()
-        self._graphs.clear()
-
-
-def edge(output: Tensor) -> Root:
-    """The output's edge into the graph, from which a backward can start without keeping the output's memory alive."""
-    node = output.grad_fn
-    if node is None:
-        return output if output.requires_grad else None
-    if node.__class__.__base__ is BackwardCFunction:  # of a function in Python, which an edge alone does not keep alive
-        return get_gradient_edge(output)
-    return GradientEdge(node, output.output_nr)
+        self.graphs.clear()

@@ -17,8 +17,9 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pipework.runtime.stage.kept import Kept
     from pipework.runtime.stage.stage import Stage
-    from pipework.runtime.transport import Message
+    from pipework.runtime.transport import Message, Receive
     from pipework.values.nested import Structure
 
 # Larger outputs are not copied: a loss over so many numbers is mostly one over words.
@@ -165,7 +166,7 @@ class LossRun:
 
     Attributes:
         targets: by micro-batch, those that a forward or a recomputation still needs.
-        taker: the number of the layer that takes the target; -1: none does.
+        is_of_layer: whether the last layer takes the target and returns the loss.
         trains: as above, or an input of the stage gets a gradient.
     """
 
@@ -173,7 +174,7 @@ class LossRun:
         self._loss = loss
         self._stage = stage
         self.targets: dict[int, Message] = {}
-        self.taker = stage.layers[-1].number if loss.function is None else -1
+        self.is_of_layer = loss.function is None
         self.trains = trains
         self._detached: set[int] = set()  # micro-batches whose loss has no graph
 
@@ -182,18 +183,23 @@ class LossRun:
         self.targets.clear()
         self._loss.seen = None
 
-    def gradient(self, root: Any) -> Tensor | None:
+    def receive(self, receive: Receive, receive_target: Receive, micro_batch: int) -> Message:
+        """Waits for the stage's input, and for the target."""
+        message = receive(micro_batch)
+        self.targets[micro_batch] = receive_target(micro_batch)
+        return message
+
+    def receive_gradient(self, kept: Kept, micro_batch: int) -> Message:
         """The gradient of a micro-batch's loss, with which its backward starts; None if the loss has no graph.
 
         It has memory of its own, because a backward may overwrite it.
-
-        Args:
-            root: where the backward starts: the loss itself.
         """
+        root: Any = kept.graphs[micro_batch][1][0]
         if root is None:
-            return None
+            return (None,), None
         scale = self._loss.scale
-        return root.new_empty(()).copy_(scale) if isinstance(scale, Tensor) else root.new_full((), scale)  # type: ignore[no-any-return]
+        tensor = isinstance(scale, Tensor)
+        return (root.new_empty(()).copy_(scale) if tensor else root.new_full((), scale),), None
 
     def outputs(
         self,

@@ -7,6 +7,9 @@ evaluate between forward and backward. All small buffers are cloned, and large o
 of a constant mask for every micro-batch would cost the memory that checkpointing saves. The stage's first checkpointed
 pass compares values to learn which buffers change, since batch norm's kernels do not increment a tensor's version.
 
+    first pass   1 buffers are cloned -> 2 layers run on leaves of their own -> 3 inputs are kept, the graph is not
+    second pass  4 nothing has changed -> 5 modules hold the clones -> 6 layers run -> 7 the graph is kept -> 8 compare
+
 Outputs: random numbers of PyTorch's default generators and buffers are as they were in the first pass. Numbers from
 elsewhere, and other state that a layer changes, are not: gradients would then be those of another output. So for one
 micro-batch of each of the first mini-batches both outputs are compared.
@@ -22,13 +25,23 @@ import torch
 from torch import Tensor
 
 from pipework import torch_private
+from pipework.autograd import boundary
 from pipework.runtime.caller_context import Modes
+from pipework.runtime.stage.kept import Inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
+
+    from pipework.autograd.aliases import Aliases
+    from pipework.runtime.stage.actions import StageActions
+    from pipework.runtime.stage.in_place import InPlaceChanges
+    from pipework.runtime.stage.kept import AnyStructure, Kept
+    from pipework.runtime.stage.loss import LossRun
+    from pipework.runtime.stage.stage import Stage
+    from pipework.runtime.transport import Message
 
 
 class _Phase(threading.local):
@@ -65,11 +78,6 @@ def is_recomputing() -> bool:
 def checkpointing() -> AbstractContextManager[None]:
     """Marks the first pass of a checkpointed micro-batch on this thread."""
     return _in_phase("checkpointing")
-
-
-def recomputing() -> AbstractContextManager[None]:
-    """Marks a recomputation on this thread."""
-    return _in_phase("recomputing")
 
 
 @contextlib.contextmanager
@@ -262,6 +270,123 @@ class RecomputeCheck:
         """Drops the copies."""
         self._micro_batch = -1
         self._kept = ()
+
+
+class FirstPass(NamedTuple):
+    """A first pass that runs.
+
+    Attributes:
+        given: what a recomputation needs.
+        leaves: what the layers get in place of the given leaves.
+        versions: of these, before.
+        is_first: whether this is the first micro-batch.
+        target: what the loss compares the output with; None: there is no loss.
+        of_target: the versions of the target, before.
+    """
+
+    given: Inputs
+    leaves: tuple[Tensor, ...]
+    versions: list[int]
+    is_first: bool
+    target: Message | None
+    of_target: list[int]
+
+
+class Recomputation:
+    """The two passes of the checkpointed micro-batches of one stage, in one mini-batch.
+
+    Args:
+        stage: the stage.
+        aliases: of its parameters.
+        kept: gets the inputs, and later the graph.
+        in_place: finds in-place changes of the inputs.
+        loss: computed after the layers; None: by no or by another stage.
+        any_skips: whether gradients of skips may come to the stage or leave it.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        aliases: Aliases,
+        kept: Kept,
+        in_place: InPlaceChanges,
+        loss: LossRun | None,
+        *,
+        any_skips: bool,
+    ) -> None:
+        self._stage = stage
+        self._aliases = aliases
+        self._versions = aliases.versions
+        self._kept = kept
+        self._in_place = in_place
+        self._loss = loss
+        self._is_differentiated = loss is not None or any_skips
+        self._check = RecomputeCheck(stage.recompute_looks)
+
+    def begin(self, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> FirstPass:
+        """Before the first pass: what it runs on, and what is kept for the second one.
+
+        Autograd records a graph all the same: it shows which outputs require a gradient, and a module that reads grad
+        mode does the same in both passes. The graph is freed with the outputs. Until then it takes as much memory as
+        that of the recomputation.
+        """
+        in_place, loss = self._in_place, self._loss
+        given = Inputs(leaves, structure, self._stage.buffers.snapshot(), _versions(leaves))  # 1
+        is_first, own = in_place.found is None, in_place.inputs_of_first_pass(leaves)
+        target = None if loss is None else loss.targets[micro_batch]
+        return FirstPass(given, own, _versions(own), is_first, target, _versions(() if target is None else target[0]))
+
+    def end(self, first: FirstPass, outputs: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> None:
+        """After the first pass: keeps the input, and not the graph."""
+        in_place, loss, leaves = self._in_place, self._loss, first.given.leaves
+        if loss is not None and first.target is not None:
+            if first.of_target != _versions(first.target[0]):
+                raise RuntimeError(
+                    "the loss changed its target in place, and checkpointing needs the target again. Clone it in the "
+                    "loss, or use checkpoint='never'"
+                )
+            loss.targets[micro_batch] = first.target
+        buffers = self._stage.buffers.learn(first.given.buffers)
+        if self._is_differentiated or any(output.requires_grad for output in outputs):
+            self._kept.put_inputs(micro_batch, first.given._replace(buffers=buffers))  # 3
+            self._check.keep(micro_batch, outputs)
+        else:  # no R: no gradient will reach this stage
+            self._kept.put(micro_batch, leaves, outputs, structure)
+        if in_place.see_first_pass(first.leaves, first.versions, outputs, is_first=first.is_first):
+            in_place.refuse_overlap(leaves)
+
+    def second_pass(self, actions: StageActions, micro_batch: int) -> None:
+        """R: computes the micro-batch again and keeps the graph."""
+        again = actions.again
+        inputs = self._kept.take_inputs(micro_batch, again=again)
+        if inputs is None:
+            return  # this stage is in evaluation mode: nothing was checkpointed here
+        leaves, structure, buffers, versions = inputs
+        del inputs
+        # A stage that changes its input in place has run on copies. The caller's micro-batches share a version counter.
+        untouched = self._in_place.found or versions == _versions(leaves)
+        if not untouched or self._versions != self._aliases.versions:  # 4
+            raise RuntimeError(
+                f"an input or a parameter of stage {self._stage.index} has been modified by an inplace operation since "
+                "its forward, so it cannot be recomputed for its backward. Call backward() before optimizer.step() and "
+                "before the batch's memory is used again, or use checkpoint='never' if autograd need not have them"
+            )
+        if self._in_place.found:
+            leaves = tuple(map(boundary.private_copy, leaves))
+        elif again:
+            leaves = tuple(map(boundary.renewed, leaves))
+        with _in_phase("recomputing"), buffers.standing_in(again=again):  # 5
+            outputs, structure = actions.run_forward(leaves, structure, micro_batch)  # 6
+            self._kept.put(micro_batch, leaves, outputs, structure)  # 7
+            self._check.compare(micro_batch, outputs, self._stage.place)  # 8
+
+    def clear(self) -> None:
+        """Drops every tensor."""
+        self._check.clear()
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [-1 if tensor.is_inference() else torch_private.version(tensor) for tensor in tensors]
 
 
 def _comparable(tensor: Tensor) -> bool:

@@ -45,6 +45,9 @@ class Stage:
         skips: all skip connections of the pipe.
         tuples: how a tuple reaches a layer.
         loss: computed after the layers, if it is a module.
+
+    Attributes:
+        giver: what returns the stage's input, as messages call it; None: the user.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Stage:
         loss: nn.Module | None = None,
     ) -> None:
         self.index = index
+        self.giver = f"the last layer of stage {index - 1}" if index else None
         self.skips = skips
         self.device = device
         self.shares_output = shares_output
@@ -94,13 +98,6 @@ class Stage:
     def last_layer(self) -> str:
         """The last layer, as messages call it."""
         return layer_text(self.layers[-1].name, self.layers[-1].module)
-
-    def before(self, number: int) -> str | None:
-        """The layer before layer `number`, as messages call it; None: there is none."""
-        place = number - self.layers[0].number
-        if not place:
-            return f"the last layer of stage {self.index - 1}" if self.index else None
-        return layer_text(self.layers[place - 1].name, self.layers[place - 1].module)
 
     def stray_gradients(self) -> StrayGradients | None:
         """Refuses gradients from outside of the pipe in one mini-batch; None: the mini-batch is not checked."""

@@ -78,7 +78,7 @@ def test_in_a_layer_or_in_the_loss_of_a_rank_that_lingers(failing: Failing, wher
     assert error in other.text
     traceback = other.traceback_text or ""
     assert shown in traceback
-    assert "stage_run.py" not in traceback
+    assert "stage_forward.py" not in traceback
     assert ("in layer '1' (Odd)" in traceback) == (where == "layer")
     assert outcome.seconds <= BOUND * PATIENCE
     assert outcome.ended[0].code == 71

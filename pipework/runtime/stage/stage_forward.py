@@ -1,0 +1,165 @@
+"""A stage's forward as a callable: (leaves, structure, micro-batch) -> (outputs, structure).
+
+    leaves --1--> aliases --2--> layers, one after the other --3--> loss --4--> outputs, with their graph
+
+    1  the layers get aliases of the leaves as long as a layer may change one in place (see `in_place`)
+    2  `run_layers`, which also runs the copies of stages that are measured
+    3  in the last stage, if the loss is inside
+    4  the value of the last layer is taken apart into tensors and a structure
+
+F, the first pass of a checkpointed micro-batch and R call the same object. Something of your own around a stage's
+computation, such as a captured graph, a profiler or `saved_tensors_hooks`, is another callable of this signature around
+this one: `StageRun.connect` puts them together.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from pipework.runtime.failure import add_note
+from pipework.runtime.stage.layer_errors import layer_text, note_returned
+from pipework.values import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
+
+    from pipework.runtime.skips.connections import SkipPorts
+    from pipework.runtime.stage.in_place import InPlaceChanges
+    from pipework.runtime.stage.kept import AnyStructure
+    from pipework.runtime.stage.loss import LossRun
+    from pipework.runtime.stage.stage import Layer, Stage
+
+    Outputs: TypeAlias = tuple[tuple[Tensor, ...], AnyStructure]
+    # Of leaves, the structure around them, and the number of the micro-batch.
+    Forward: TypeAlias = Callable[[tuple[Tensor, ...], AnyStructure, int], Outputs]
+    Look: TypeAlias = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], None]  # at leaves and outputs
+    EnterStream: TypeAlias = Callable[[int, int], None]  # of a layer and a micro-batch
+
+
+class StageForward:
+    """One stage's forward, in one run.
+
+    Args:
+        stage: the stage.
+        in_place: finds in-place changes of the leaves.
+        loss: computed after the layers; None: by no or by another stage.
+        ports: the skips of the stage; None: it has none.
+        enter_stream: called before each layer, if random numbers may be drawn.
+        looks: called with the leaves and the outputs.
+        grad: whether gradients are wanted.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        in_place: InPlaceChanges,
+        loss: LossRun | None,
+        ports: SkipPorts | None,
+        enter_stream: EnterStream | None,
+        looks: Sequence[Look],
+        *,
+        grad: bool,
+    ) -> None:
+        self._stage = stage
+        self._in_place = in_place
+        self._loss = loss
+        self._enter_stream = enter_stream
+        self._looks = looks
+        self._grad = grad
+        # The last layer takes the target, too, if there is no loss function.
+        self._layers = stage.layers_with_target if loss is not None and loss.is_of_layer else stage.layers
+        self._ports = ports
+
+    def __call__(self, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> Outputs:
+        """The outputs and their structure."""
+        in_place, ports = self._in_place, self._ports
+        run = self._of_aliases if ports is None else partial(ports.run, self._of_aliases)
+        aliases = leaves if in_place.found is False else in_place.aliases(leaves, micro_batch)  # 1
+        outputs, structure = run(aliases, structure, micro_batch)
+        if aliases is not leaves:
+            in_place.see(leaves, aliases)
+        for look in self._looks:
+            look(leaves, outputs)
+        return outputs, structure
+
+    def _of_aliases(self, aliases: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> Outputs:
+        value = aliases[0] if structure is None else nested.unflatten(aliases, structure)
+        stage, loss, enter_stream = self._stage, self._loss, self._enter_stream
+        # The structure in stage 0 has positional and keyword arguments; None, a single tensor, is the usual case.
+        is_call = structure is not None and not stage.index
+        if loss is None:
+            value = run_layers(self._layers, value, micro_batch, stage.giver, enter_stream, is_call=is_call)  # 2
+            if type(value) is Tensor:  # the usual case
+                return (value,), None
+            try:
+                return nested.flatten(value)  # 4
+            except TypeError as error:
+                add_note(error, f"returned by {stage.last_layer}")
+                raise
+        loss.trains = loss.trains or any(alias.requires_grad for alias in aliases)
+        tensors, around = loss.targets.pop(micro_batch)
+        target = tensors[0] if around is None else nested.unflatten(tensors, around)
+        more = (target,) if loss.is_of_layer else ()
+        value = run_layers(self._layers, value, micro_batch, stage.giver, enter_stream, is_call=is_call, target=more)
+        return loss.outputs(value, target, micro_batch, enter_stream, grad=self._grad)  # 3
+
+
+def run_layers(
+    layers: Sequence[Layer],
+    value: Any,
+    micro_batch: int = 0,
+    giver: str | None = None,
+    enter_stream: EnterStream | None = None,
+    *,
+    is_call: bool = False,
+    target: tuple[Any, ...] = (),
+) -> Any:
+    """Runs layers in order; an error of one gets its name.
+
+    Args:
+        layers: of one stage.
+        value: what the first layer gets.
+        micro_batch: its number.
+        giver: what has returned the value, for messages; None: the user.
+        enter_stream: called before each layer, if random numbers may be drawn.
+        is_call: whether the value is a pair of positional and keyword arguments.
+        target: a further argument of the last layer, if it computes the loss.
+
+    Example:
+        >>> from torch import nn, ones
+        >>> from pipework.runtime.stage.stage import Layer
+        >>> run_layers([Layer(nn.ReLU(), 0, "0", True)], ((-ones(2),), {}), is_call=True)
+        tensor([0., 0.])
+    """
+    taker = layers[-1].number if target else -1
+    for module, number, name, takes_tuple_whole in layers:
+        if enter_stream is not None:
+            enter_stream(number, micro_batch)
+        try:
+            if type(value) is Tensor and number != taker:  # the usual case
+                value = module(value)
+                continue
+            if is_call:
+                (arguments, keywords), is_call = value, False
+            else:
+                arguments, keywords = value if type(value) is tuple and not takes_tuple_whole else (value,), {}
+            if number == taker:
+                arguments = (*arguments, *target)
+            value = module(*arguments, **keywords)
+        except BaseException as error:
+            place, layer = number - layers[0].number, layer_text(name, module)
+            add_note(error, f"in {layer}")
+            before = layer_text(layers[place - 1].name, layers[place - 1].module) if place else giver
+            note_returned(error, value, before, layer)
+            if number == taker and isinstance(error, TypeError):
+                add_note(
+                    error,
+                    "the pipe has no loss_fn, so the last layer is given the target and returns the loss; "
+                    "or give Pipe a loss_fn",
+                )
+            raise
+    return value
