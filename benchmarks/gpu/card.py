@@ -12,13 +12,10 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipework.cli import env
-
 # FLOP/s of products of dense bfloat16 matrices, as the data sheets have them.
 PEAKS = MappingProxyType(
     {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA L4": 121e12}
 )
-_FACTS = ("accelerators", "runtime", "driver", "cudnn", "nccl version")
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,8 @@ class Card:
         """What results say of it."""
         facts: dict[str, Any] = {"device": str(self.device), "peak of bfloat16, FLOP/s": self.peak}
         if self.is_gpu:
-            known = env.facts()
-            facts |= {name: known[name] for name in (*_FACTS, str(self.device)) if name in known}
-            facts["SMs"] = self.sms
+            versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+            facts |= {"name": torch.cuda.get_device_name(self.device), "SMs": self.sms, **versions}
         return facts
 
     def synchronize(self) -> None:
