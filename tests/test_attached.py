@@ -560,7 +560,7 @@ class Summed(Named):
 def test_a_loss_that_is_a_sum() -> None:
     model, x = Summed(), torch.randn(8, WIDTH)
     batch = {"x": x, "labels": x}
-    with pytest.raises(ValueError, match=r"It is their sum: give attach loss_reduction='sum'"):
+    with pytest.raises(ValueError, match=r"it is their sum, give loss_reduction='sum'"):
         attach(model, batch, chunks=4, devices=["cpu"] * 2)
     attach(model, batch, chunks=4, loss_reduction="sum", devices=["cpu"] * 2)
     torch.testing.assert_close(model(**batch), Summed.forward(model, **batch))

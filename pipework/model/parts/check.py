@@ -156,7 +156,7 @@ def check_loss(
         raise _unknown(name, weighed, f"{why}: give {several} whose {weighed.target!r} count")
     combined = sum(weight * loss for weight, loss in zip(weighed.of(rows), losses, strict=True) if weight)
     if not _close(whole, combined, precision):
-        raise ValueError(_text(f"{name} for {len(losses)} {several}", whole, losses, combined, precision, weighed))
+        raise ValueError(_text(f"{name} for {len(losses)} {several}", whole, losses, combined, weighed))
 
 
 def _unknown(name: str, weighed: Weighed, why: str) -> ValueError:
@@ -204,21 +204,15 @@ def _close(left: float, right: float, precision: float) -> bool:
     return math.isclose(left, right, rel_tol=max(2 * precision, least), abs_tol=precision)
 
 
-def _text(name: str, whole: float, losses: Sequence[float], combined: float, precision: float, weighed: Weighed) -> str:
-    if weighed.reduction == "mean" and _close(whole, sum(losses), precision):
-        advice = "It is their sum: give attach loss_reduction='sum', or take a mean in the model"
-    elif _close(whole, sum(losses) / len(losses), precision):
-        advice = "It is their mean over rows: leave loss_reduction='sum' out, and give loss_weight=len"
-    else:
-        advice = (
-            "Usual reasons: the model computes with several rows together, such as a contrastive loss, negatives of "
-            "the batch or the root of a mean: then the loss belongs outside of the pipe, with schedule='gpipe', a call "
-            f"without {weighed.target!r}, and the loss of what it returns. Or it is a mean over something else than "
-            "the weights say, such as tokens that count: give loss_weight=. Or a tensor is not cut along its rows: "
-            "mark it in the sample with Chunk(value, dim=...) or NoChunk(value), or cut batches with split="
-        )
+def _text(name: str, whole: float, losses: Sequence[float], combined: float, weighed: Weighed) -> str:
     return (
         f"the loss of {name} of the sample is {whole:.6g}, and the pipe would train with {combined:.6g}, the "
         f"{'sum' if weighed.reduction == 'sum' else 'weighted mean'} of its losses for each of them "
-        f"({', '.join(f'{loss:.6g}' for loss in losses)}). {advice}. check=False leaves the comparison out"
+        f"({', '.join(f'{loss:.6g}' for loss in losses)}). Usual reasons: it is their sum, give loss_reduction='sum'; "
+        "or their mean over rows, give loss_weight=len; or a mean over something else than the weights say, such as "
+        "tokens that count, give loss_weight=. Or the model computes with several rows together, such as a contrastive "
+        "loss, negatives of the batch or the root of a mean: then the loss belongs outside of the pipe, with "
+        f"schedule='gpipe', a call without {weighed.target!r}, and the loss of what it returns. Or a tensor is not cut "
+        "along its rows: mark it in the sample with Chunk(value, dim=...) or NoChunk(value), or cut batches with "
+        "split=. check=False leaves the comparison out"
     )

@@ -51,8 +51,6 @@ class Absent:
         return torch.full((), math.nan if dtype in _HAVE_NAN else 0, dtype=dtype, device=device).expand(self.shape)
 
 
-_ALONE = (Tensor, type(None), Absent)
-_LEAF = torch_private.pytree.tree_flatten(None)[1]
 _PLAIN = (bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, nn.Module, Absent)
 
 
@@ -64,14 +62,12 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
         >>> leaves, unflatten([3, 4], form)
         ([1, 2], {'a': (3, 4)})
     """
-    if isinstance(tree, _ALONE):  # most values are, and to take them apart would cost as much as a small unit
-        return [tree], _LEAF
     return nested.leaves_of(tree, (Tensor, Absent))
 
 
 def unflatten(leaves: Iterable[Any], form: Any) -> Any:
     """See `flatten`."""
-    return next(iter(leaves)) if form is _LEAF else torch_private.pytree.tree_unflatten(leaves, form)
+    return torch_private.pytree.tree_unflatten(leaves, form)
 
 
 def mapped(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
