@@ -17,7 +17,7 @@ from pipework.integrations import adapter_for
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.marks import checked_pieces
 from pipework.model.parts.check import Weighed, check_loss, check_parts
-from pipework.model.parts.cut import Cuttable
+from pipework.model.parts.cut import Cuttable, refuse_own_forward
 from pipework.model.parts.following import Following, own_parameters, take_over
 from pipework.model.parts.part import Part
 from pipework.model.parts.run import Message
@@ -175,6 +175,7 @@ def attach(
     # 1. What is asked for is checked, and the sample says what the forward takes.
     settings = Settings.of(locals())
     _refuse_attached_or_wrapped(model)
+    refuse_own_forward(model)
     forward = ForwardArguments(signature_of(type(model).forward.__get__(model)), target)
     arguments, keywords = arguments_of(sample)
     if target not in (names := forward.by_name(arguments, keywords)):
