@@ -77,7 +77,7 @@ class DistributedBackend(PeerGroup):
         self.data_parallel_size = self.mesh.data_parallel_size
         self._own: Sequence[nn.Sequential] = ()  # the partitions of this process
         self._local_names: frozenset[str] = frozenset()
-        self._uncompared: int | None = None  # the micro-batches of this call, until they are compared with others'
+        self._must_compare = False  # whether the replicas are compared before the first action of this run
 
     @property
     def ranks(self) -> ProcessGroupView:
@@ -270,9 +270,7 @@ class DistributedBackend(PeerGroup):
         for run in spec.runs.values():
             if run.sharded is not None:
                 refuse_other_shards(run.sharded.parameters, self.mesh)
-        if spec.differentiates:
-            self._averaging.compare(spec, self._calls.losses.marks)
-        self._uncompared = spec.micro_batches if self._averaging.needs_equal_counts(spec) else None
+        self._must_compare = self._averaging.compare(spec, self._calls.losses.marks)
         return RankTransport(spec, self)
 
     def before_action(self, action: Action) -> None:
@@ -280,9 +278,9 @@ class DistributedBackend(PeerGroup):
         progress = self.monitor.progress
         progress.action = action
         progress.count += 1
-        if self._uncompared is not None:
-            count, self._uncompared = self._uncompared, None
-            self._averaging.refuse_other_counts(count)
+        if self._must_compare:
+            self._must_compare = False
+            self._averaging.end_comparison()
 
     def all_intervals(self, intervals: Sequence[Interval]) -> list[Interval]:
         """See `Backend.all_intervals`."""

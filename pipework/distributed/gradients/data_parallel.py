@@ -114,7 +114,7 @@ class DataParallel:
         self._comparison: tuple[Callable[[], Tensor], str] | None = None  # under way, and what this replica trains
         # No weak references: with one, PyTorch cannot give memory to a parameter on the meta device.
         self._known: list[tuple[str, Tensor]] = []
-        self._trained: tuple[list[Any], str] = [], "[]"  # the forms of the parameters of the last step
+        self._trained: tuple[list[Any], tuple[str, int]] = [], ("[]", 0)  # the parameters of the last step
 
     def share_values(
         self, tensors: Iterable[tuple[str, Tensor]], trainable: Iterable[tuple[str, Tensor]] | None = None
@@ -138,37 +138,38 @@ class DataParallel:
             if tensor.is_meta:
                 continue  # on all replicas: a state dict will fill it
             part = local_part(tensor)
-            data = as_bytes(name, part)
+            data = _bytes_of(name, part)
             if data.numel():
                 self._wait(self._start("broadcast", data, 0))
-                write_bytes(data, part)
+                _write(data, part)
 
-    def compare(self, parameters: Sequence[Tensor], delivered: str = "") -> None:
+    def compare(self, parameters: Sequence[Tensor], delivered: str = "", micro_batches: int = 0) -> None:
         """At the beginning of a step: begins to compare the trained parameters. Any replica may have frozen a layer.
 
         Args:
             parameters: that get a gradient in this step.
             delivered: see `DeliveredLosses.marks`.
+            micro_batches: of which all replicas need as many; 0: each may have its own number.
 
         Raises:
             TypeError: a gradient cannot be summed.
         """
-        trained = self._describe(parameters)
-        numbers = _number_of(trained), _number_of(delivered)
+        trained, number = self._describe(parameters)
+        numbers = number, _number_of(delivered), micro_batches
         comparison = groups.begin_exchange(self.group, groups.COMPARISON, numbers), trained
         with self._lock:
             if not self._aborted:
                 self._comparison = comparison
 
-    def _describe(self, parameters: Sequence[Tensor]) -> str:
-        """The names, dtypes and shapes of parameters that get a gradient, as JSON."""
+    def _describe(self, parameters: Sequence[Tensor]) -> tuple[str, int]:
+        """The names, dtypes and shapes of parameters that get a gradient, as JSON, and a number for these."""
         forms = [(id(each), each.dtype, each.shape) for each in parameters]
         if forms != self._trained[0]:
             names = {id(tensor): name for name, tensor in self._known}
             for each in parameters:
                 _refuse_to_sum(names.get(id(each), "that was replaced"), each)
             text = json.dumps([(names.get(id(each)), str(each.dtype), each.shape) for each in parameters])
-            self._trained = forms, text
+            self._trained = forms, (text, _number_of(text))
         return self._trained[1]
 
     def begin(self, leaves: Sequence[Tensor]) -> None:
@@ -182,7 +183,7 @@ class DataParallel:
             TypeError: a gradient is sparse.
             LostConnectionError: a replica is gone.
         """
-        self._end_comparison()
+        self.end_comparison()
         for leaf in leaves:
             if leaf.grad is not None and leaf.grad.layout is not torch.strided:
                 raise TypeError(
@@ -218,7 +219,7 @@ class DataParallel:
             ValueError: the replicas train different parameters.
             LostConnectionError: a replica is gone.
         """
-        self._end_comparison()
+        self.end_comparison()
         while True:
             with self._lock:
                 if self._aborted:
@@ -241,14 +242,9 @@ class DataParallel:
         Returns:
             Waits for the answer.
         """
-        self._end_comparison()
+        self.end_comparison()
         wait = groups.begin_gather(self.group, [int(flag) for flag in flags])
         return lambda: wait().any(0).tolist()
-
-    def extremes_of(self, number: int) -> tuple[int, int]:
-        """The lowest and the highest number of all replicas, which all call this in the middle of a call."""
-        numbers = groups.begin_exchange(self.group, groups.COUNT, [number])()
-        return int(numbers.min()), int(numbers.max())
 
     def abort(self) -> None:
         """Ends all transfers for good, and drops their tensors; from any thread."""
@@ -258,13 +254,27 @@ class DataParallel:
             self._comparison = None
         groups.break_group(self.group)
 
-    def _end_comparison(self) -> None:
+    def end_comparison(self) -> None:
+        """Waits until the replicas are compared.
+
+        Raises:
+            ValueError: they train different parameters, have other numbers of micro-batches, or brought other losses
+                backward.
+            LostConnectionError: a replica is gone.
+        """
         with self._lock:
             comparison, self._comparison = self._comparison, None
         if comparison is None:
             return
         wait, mine = comparison
         rows = wait()
+        lowest, highest = rows[:, 2].aminmax()
+        if lowest != highest:
+            raise ValueError(
+                f"the replicas have {lowest} to {highest} micro-batches, and whole_stages, or layers with "
+                "local_parameters or with DTensors over the replicas, need as many on each: give all mini-batches of "
+                "one size, such as by pipe.sampler(dataset, drop_last=True)"
+            )
         if (rows[:, 0] != rows[0, 0]).any():  # all replicas see this, and exchange more
             self._refuse_differences(groups.all_gather(self.group, mine.encode()))
         if (rows[:, 1] != rows[0, 1]).any():
@@ -328,20 +338,25 @@ class Averaging:
         self._waits = waits
         self._gathers_in_order = gathers_in_order
 
-    def compare(self, spec: RunSpec, delivered: str) -> None:
-        """At the beginning of a step: begins to compare what the replicas train.
+    def compare(self, spec: RunSpec, delivered: str) -> bool:
+        """At the beginning of a run: begins to compare the replicas.
 
         Args:
-            spec: of the step.
+            spec: of the run.
             delivered: see `DeliveredLosses.marks`.
-        """
-        trained = [each for run in spec.runs.values() for each in run.aliases.parameters]
-        for replicas in self._every:
-            compared = [each for each in trained if self._tensors.is_compared(each, replicas.ranks)]
-            replicas.compare(compared, delivered)
 
-    def needs_equal_counts(self, spec: RunSpec) -> bool:
-        """Whether all replicas must have as many micro-batches: they may call collectives for each."""
+        Returns:
+            Whether the comparison must end before the first action: layers may call collectives for each micro-batch.
+        """
+        counts = self._needs_equal_counts(spec)
+        trained = [each for run in spec.runs.values() for each in run.aliases.parameters if spec.differentiates]
+        for replicas in self._every if spec.differentiates or counts else ():
+            compared = [each for each in trained if self._tensors.is_compared(each, replicas.ranks)]
+            replicas.compare(compared, delivered, spec.micro_batches if counts else 0)
+        return counts
+
+    def _needs_equal_counts(self, spec: RunSpec) -> bool:
+        """Whether all replicas must have as many micro-batches."""
         runs = spec.runs.values()
         if not self._every:
             return False
@@ -350,16 +365,10 @@ class Averaging:
         exchange = self._tensors.any_are_local or any(self._in_parts(run.aliases) for run in runs)
         return spec.differentiates and exchange
 
-    def refuse_other_counts(self, micro_batches: int) -> None:
-        """Raises a ValueError on all replicas if they have other numbers of micro-batches."""
+    def end_comparison(self) -> None:
+        """Waits until the replicas are compared. Raises a ValueError on all of them if they differ."""
         with self._waits():
-            lowest, highest = self._every[0].extremes_of(micro_batches)
-        if lowest != highest:
-            raise ValueError(
-                f"the replicas have {lowest} to {highest} micro-batches, and whole_stages, or layers with "
-                "local_parameters or with DTensors over the replicas, need as many on each: give all mini-batches of "
-                "one size, such as by pipe.sampler(dataset, drop_last=True)"
-            )
+            self._every[0].end_comparison()
 
     def begin(self, spec: RunSpec, stage: int) -> None:
         """Begins to average the gradients of a stage, which are complete."""
@@ -455,7 +464,7 @@ def _placed_as(gradient: Tensor, leaf: Tensor) -> Tensor:
     return gradient
 
 
-def as_bytes(name: str, tensor: Tensor) -> Tensor:
+def _bytes_of(name: str, tensor: Tensor) -> Tensor:
     """The bytes of the elements in contiguous order; the tensor's own memory if it is contiguous.
 
     Args:
@@ -464,40 +473,23 @@ def as_bytes(name: str, tensor: Tensor) -> Tensor:
 
     Raises:
         TypeError: it is sparse, quantized or a wrapper of other tensors.
-
-    Example:
-        >>> as_bytes("x", torch.tensor([[1, 2], [3, 4]], dtype=torch.int16).t()).tolist()
-        [1, 0, 3, 0, 2, 0, 4, 0]
     """
-    what = None
-    if tensor.layout is not torch.strided:
-        what = f"has the layout {tensor.layout}"
-    elif tensor.is_quantized:
-        what = f"is quantized, {tensor.dtype}"
-    elif torch_private.is_wrapper_subclass(tensor):
-        what = f"is a {type(tensor).__qualname__}, which stands for other tensors"
-    if what is not None:
+    if tensor.layout is not torch.strided or tensor.is_quantized or torch_private.is_wrapper_subclass(tensor):
         raise TypeError(
-            f"{name} {what}, so its values cannot be sent to other replicas as bytes: keep it as a dense torch.Tensor, "
-            "or not as a parameter or buffer"
+            f"{name} ({type(tensor).__qualname__}, {tensor.dtype}, {tensor.layout}) cannot be sent to other replicas "
+            "as bytes: keep it as a dense torch.Tensor, or not as a parameter or buffer"
         )
-    return _integers(tensor.resolve_conj().resolve_neg()).contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    return _integers(plain).contiguous().reshape(-1).view(torch.uint8)
 
 
-def write_bytes(data: Tensor, tensor: Tensor) -> None:
-    """Writes bytes that `as_bytes` returned into a tensor of the same shape and dtype.
-
-    Example:
-        >>> half = torch.zeros(2, dtype=torch.float16)
-        >>> write_bytes(as_bytes("x", torch.ones(2, dtype=torch.float16)), half)
-        >>> half
-        tensor([1., 1.], dtype=torch.float16)
-    """
-    if data.data_ptr() == tensor.data_ptr() and tensor.is_contiguous():
+def _write(data: Tensor, tensor: Tensor) -> None:
+    """Writes bytes that `_bytes_of` returned into a tensor of the same shape and dtype."""
+    to, source = tensor.detach().as_subclass(torch.Tensor), data.view(tensor.dtype).view(tensor.shape)
+    if source.data_ptr() == to.data_ptr():
         return
-    to, source = tensor.detach(), data.view(tensor.dtype).view(tensor.shape)
-    if not (tensor.is_conj() or tensor.is_neg()):
-        to, source = _integers(tensor), _integers(source)
+    if not (to.is_conj() or to.is_neg()):
+        to, source = _integers(to), _integers(source)
     for dimension, stride in enumerate(to.stride()):
         if stride == 0:  # expanded: all elements along it share memory
             to, source = to.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
@@ -506,4 +498,4 @@ def write_bytes(data: Tensor, tensor: Tensor) -> None:
 
 def _integers(tensor: Tensor) -> Tensor:
     """A tensor of any dtype as integers of the same size, which every operator copies exactly."""
-    return tensor.detach().as_subclass(torch.Tensor).view(_OF_SIZE[tensor.itemsize])
+    return tensor.view(_OF_SIZE[tensor.itemsize])

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 NO_TIMEOUT: Final = timedelta(days=7)
 """A rank waits for another one as long as that is alive: the monitor decides this, and not a timeout of PyTorch."""
 
-CALL, TEXT, ANY, COMPARISON, COUNT = range(5)
-"""The kinds of what ranks exchange: records of calls; texts; whether something is so on any rank; what replicas train;
-how many micro-batches they have."""
+CALL, TEXT, ANY, COMPARISON = range(4)
+"""What ranks exchange: records of calls; texts; whether something is so on any rank; what replicas train."""
 
 MOST: Final = 63
 """Numbers of 64 bits that `begin_exchange` exchanges at most."""

@@ -140,17 +140,11 @@ def _decode_form(form: Any) -> TensorForm | None:
         return None
     dtype, shape, requires_grad, *unusual = form
     strides, on_accelerator, shift, placed = unusual + [None, False, 0, None][len(unusual) :]
-    if not _are_sizes((*shape, *(strides or ()), shift)):
-        raise ValueError(f"{str(form)[:80]!r} stands for no tensor")
     if placed is not None:
         dimensions, places, *sizes = placed
         placed = DTensorPlacement(tuple(dimensions), tuple(map(tuple, places)), *map(tuple, sizes))
     own = None if strides is None else tuple(strides)
     return TensorForm(structure_json.DTYPES[dtype], tuple(shape), requires_grad, own, on_accelerator, shift, placed)
-
-
-def _are_sizes(numbers: Sequence[Any]) -> bool:
-    return all(type(number) is int and number >= 0 for number in numbers)
 
 
 def _encode_around(around: Any) -> Any:
@@ -181,6 +175,5 @@ def _decode_around(form: Any, count: int) -> Any:
         case {"structure": structure}:
             return structure_json.decode(structure, count)
         case {"stashed": [*which], "same": [*same], "around": (None | {"structure": _}) as inner}:
-            if all(_are_sizes((n, skip)) and n < count for n, skip in (*which, *same)):
-                return Stashed(_decode_around(inner, count), tuple(map(tuple, which)), tuple(map(tuple, same)))
+            return Stashed(_decode_around(inner, count), tuple(map(tuple, which)), tuple(map(tuple, same)))
     raise ValueError(f"{str(form)[:80]!r} cannot stand around tensors")

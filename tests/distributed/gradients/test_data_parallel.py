@@ -3,12 +3,14 @@
 import gc
 import threading
 import time
+import warnings
 import weakref
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 from pipework.distributed.gradients.data_parallel import DataParallel
 from pipework.distributed.transport.groups import LostConnectionError, group_of
@@ -52,6 +54,19 @@ def test_the_mean_of_what_is_there(pair: list[DataParallel]) -> None:
         assert nothing.grad is None
         assert complex_one.grad is not None
         assert complex_one.grad.tolist() == [1 - 1j] * 3
+
+
+def test_what_is_no_array_is_refused_by_name(pair: list[DataParallel]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    for odd, words in (
+        (torch.eye(3).to_sparse(), r"0.edges \(Tensor, torch.float32, torch.sparse_coo\) cannot be sent"),
+        (quantized, r"torch\.quint8, torch\.strided\) cannot be sent"),
+        (TwoTensor(torch.ones(2), torch.ones(2)), r"\(TwoTensor, "),
+    ):
+        with pytest.raises(TypeError, match=words):
+            pair[0].share_values([("0.edges", odd)])
 
 
 def test_a_sparse_gradient_is_no_lost_connection(pair: list[DataParallel]) -> None:

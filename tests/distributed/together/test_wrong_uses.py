@@ -179,7 +179,7 @@ def test_a_target_on_the_first_rank_alone_breaks_nothing(mesh: Mesh) -> None:
     pipe, outside = made(mesh), Pipe(layers(), 2, mesh=mesh)
     y = Y if pipe.is_first else None
     pipe.eval()
-    words = "a target was given on rank 0, and none on rank 2, which has"
+    words = "a target was given on the first rank of the pipe, and none on rank 2, which"
     with torch.no_grad():
         for options in ({}, {"return_output": True}):
             with pytest.raises(ValueError, match=words):
