@@ -174,52 +174,37 @@ def read_beat(raw: bytes | None) -> Beat | None:
     if raw is None or len(raw) > _LIMIT:
         return None
     try:
-        return _beat(json.loads(raw))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # no rank wrote this
+        content = _printable(json.loads(raw))
+        call, failure = content["call"], content["failure"]
+        content["call"] = Call(**{**call, "recent": tuple(call["recent"])})
+        content["failure"] = None if failure is None else PeerFailure(**failure)
+        beat = Beat(**{**content, "place": tuple(content["place"])})
+        return beat if _is_beat(beat) else None
+    except (ValueError, TypeError, LookupError, RecursionError):  # no rank wrote this
         return None
 
 
-def _beat(content: Any) -> Beat:
-    call, (pipe, of_pipe) = content["call"], content["place"]
-    recent = tuple(_text(what, 100) for what in call["recent"][-REMEMBERED:])
-    return Beat(
-        _count(content["number"]),
-        content["left"] is True,
-        Call(_count(call["number"]), call["inside"] is True, recent),
-        _text(content["action"], _TEXT),
-        _count(content["pid"]),
-        _text(content["host"], 300),
-        _text(content["reason"], _TEXT),
-        (_count(pipe), _count(of_pipe)),
-        dict(content["messages"].items()),
-        None if content["failure"] is None else _failure(content["failure"]),
-        content["knows"] is True,
-    )
+def _is_beat(beat: Beat) -> bool:
+    """Whether what was read has the types of what a rank writes."""
+    failure = beat.failure or PeerFailure(0, "lost", "")
+    pairs = [
+        (beat, (int, bool, Call, str, int, str, str, tuple, dict, object, bool)),
+        (beat.call, (int, bool, tuple)),
+        (beat.place, (int, int)),
+        (beat.call.recent, (str,) * len(beat.call.recent)),
+        (asdict(failure).values(), (int | None, str, str, str | None, str)),
+    ]
+    typed = all(isinstance(value, kind) for values, kinds in pairs for value, kind in zip(values, kinds, strict=True))
+    return typed and failure.kind in KINDS
 
 
-def _failure(content: Any) -> PeerFailure:
-    if content["kind"] not in KINDS:
-        raise ValueError(content["kind"])
-    return PeerFailure(
-        None if content["rank"] is None else _count(content["rank"]),
-        content["kind"],
-        _text(content["text"], _TEXT),
-        None if content["where"] is None else _text(content["where"], _TEXT),
-        _text(content["traceback_text"], _TRACEBACK + 100),
-    )
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(value)
-    return value
-
-
-def _text(value: object, limit: int) -> str:
-    """A text without control characters, which a terminal would obey."""
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in value[:limit])
+def _printable(value: Any) -> Any:
+    """A JSON value without control characters, which a terminal would obey."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(each) for key, each in value.items()}
+    return list(map(_printable, value)) if isinstance(value, list) else value
 
 
 def _cut(text: str, limit: int) -> str:

@@ -36,37 +36,24 @@ def test_a_failure_is_read_as_it_was_written(kind: str) -> None:
         assert read_beat(write_beat(beat).encode()) == beat
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"number": -1},
-        {"number": True},
-        {"number": 2**63},
-        {"call": None},
-        {"action": 3},
-        {"pid": "1"},
-        {"host": []},
-        {"place": []},
-        {"messages": [3]},
-        *(
-            {"failure": {**FAILURE, **wrong}}
-            for wrong in ({"kind": "other"}, {"rank": 0.5}, {"text": None}, {"where": 1})
-        ),
-    ],
-)
-def test_a_heartbeat_with_one_wrong_field_is_ignored(values: dict[str, Any]) -> None:
-    assert read_beat(changed(write_beat(BEAT), **values)) is None
+WRONG_FAILURES = ({"kind": "other"}, {"rank": 0.5}, {"text": None}, {"where": 1}, {"more": 1})
 
 
-def test_what_is_too_large_is_not_even_parsed() -> None:
-    assert read_beat(write_beat(BEAT).encode() + b" " * 500_000) is None
+def test_what_no_rank_writes_is_ignored() -> None:
+    written = write_beat(BEAT)
+    for values in (
+        *({"number": "1"}, {"call": None}, {"action": 3}, {"pid": "1"}, {"host": []}, {"place": []}, {"messages": [3]}),
+        *({"failure": {**FAILURE, **wrong}} for wrong in WRONG_FAILURES),
+        {"more": 1},
+    ):
+        assert read_beat(changed(written, **values)) is None, values
+    assert read_beat(written.encode() + b" " * 500_000) is None
 
 
-def test_texts_are_cut_and_have_no_control_characters() -> None:
-    beat = read_beat(changed(write_beat(BEAT), action="\x1b[31m" + "x" * 10_000))
+def test_texts_have_no_control_characters() -> None:
+    beat = read_beat(changed(write_beat(BEAT), action="\x1b[31mx"))
     assert beat is not None
-    assert beat.action.startswith("?[31mx")
-    assert len(beat.action) == 4_000
+    assert beat.action == "?[31mx"
 
 
 def test_an_exception_is_described_without_the_notes_of_pipework() -> None:
