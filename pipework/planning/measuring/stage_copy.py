@@ -24,12 +24,14 @@ from pipework import torch_private
 from pipework.autograd import boundary
 from pipework.autograd.aliases import Aliases
 from pipework.autograd.weight_split.store import WeightGradientStore
-from pipework.model.sequential import TupleRule
+from pipework.model.sequential import TupleRule, named_layers
 from pipework.planning.layer_costs import LayerSeconds
 from pipework.planning.measuring.storage_meter import StorageMeter
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.skips import skip_tracker
 from pipework.runtime.stage.recomputation import MutableBuffers
+from pipework.runtime.stage.stage import Layer
+from pipework.runtime.stage.stage_forward import run_layers
 from pipework.schedule.draw.units import memory_text
 from pipework.torch_private import memory_key
 from pipework.values import nested
@@ -152,7 +154,7 @@ def measure_stages(
         clock: in place of that of the device; entered for each pass that is timed.
 
     Raises:
-        torch.OutOfMemoryError: a stage alone needs more memory than its device has left; a note names the stage.
+        torch.OutOfMemoryError: a stage alone needs more memory than its device has left.
     """
     tracker = Tracker()
     value: Any = (sample.arguments, sample.keywords)
@@ -160,22 +162,14 @@ def measure_stages(
     measured: list[Measured] = []
     for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
         is_last = number == len(partitions) - 1
-        try:
-            with traceless(device, cpu_workers):
-                tracker.device, timer = device, clock or functools.partial(_clock_of, device)
-                own = sample if is_last else replace(sample, loss=None)
-                layers = [layer.to(device) for layer in copy.deepcopy(partition)]
-                for layer in layers:
-                    layer.zero_grad(set_to_none=True)
-                    if trains:
-                        layer.train()
-                stage = StageCopy(layers, tracker, own, timer, is_first=number == 0, splits=number in split)
-                one, value = stage.measure(value, seconds, is_last=is_last)
-        except RuntimeError as error:
-            error.add_note(
-                f"pipework: while a copy of stage {number}, layers {list(partition._modules)}, ran on {device}"
-            )
-            raise
+        with traceless(device, cpu_workers):
+            tracker.device, timer = device, clock or functools.partial(_clock_of, device)
+            own = sample if is_last else replace(sample, loss=None)
+            layers = copy.deepcopy(partition).to(device)
+            if trains:
+                layers.train()
+            stage = StageCopy(layers, tracker, own, timer, is_first=number == 0, splits=number in split)
+            one, value = stage.measure(value, seconds, is_last=is_last)
         measured.append(one)
         if report is not None:
             first, *others = (f"{each:.3g} s" for each in one.seconds)
@@ -191,7 +185,7 @@ class StageCopy:
     """A copy of a stage; it runs a micro-batch as the stage will.
 
     Args:
-        layers: copies, on the tracker's device.
+        layers: a copy, on the tracker's device.
         tracker: keeps what skip connections bring from one stage to another.
         sample: a micro-batch; without a loss, the stage computes none.
         clock: entered for each pass that is timed.
@@ -200,11 +194,19 @@ class StageCopy:
     """
 
     def __init__(
-        self, layers: list[nn.Module], tracker: Tracker, sample: Sample, clock: Clock, *, is_first: bool, splits: bool
+        self, layers: nn.Sequential, tracker: Tracker, sample: Sample, clock: Clock, *, is_first: bool, splits: bool
     ) -> None:
         self._layers, self._device, self._tracker, self._clock = layers, tracker.device, tracker, clock
         self._sample, self._loss, self._is_first = sample, sample.loss, is_first
+        # The last layer takes the target, too, if there is no loss function.
+        self._takes_target = self._loss is not None and self._loss.function is None
+        others = [*[0] * (len(layers) - 1), int(self._takes_target)]
+        self._in_order = [
+            Layer(layer, number, name, sample.tuples.keeps_whole(layer, more))
+            for number, ((name, layer), more) in enumerate(zip(named_layers(layers), others, strict=True))
+        ]
         self._target: Any = None
+        layers.zero_grad(set_to_none=True)
         self._weight_store = WeightGradientStore({}) if splits else None
         self._aliases = Aliases(layers if splits else (), self._weight_store)
         if not self._aliases.any_deferrable:
@@ -221,7 +223,7 @@ class StageCopy:
         # As a worker's, a backward runs on the thread that calls it.
         with self._aliases.standing_in(), torch.autograd.set_multithreading_enabled(False):
             # The first pass allocates, and shows which weight gradients can be delayed.
-            buffers = MutableBuffers(self._layers)
+            buffers = MutableBuffers([*self._layers])
             before = buffers.snapshot()
             output = self._timed_pass(value)[0]
             message = sum(tensor.nbytes for tensor in tensors_of(output))
@@ -249,16 +251,14 @@ class StageCopy:
             times.append(read())
             self._second_half()
             times.append(read() if self._weight_store is not None else times[-1])
-        for layer in self._layers:
-            layer.zero_grad(set_to_none=False)
+        self._layers.zero_grad(set_to_none=False)
         self._tracker.next_pass()
         forward, first, second = (later - earlier for earlier, later in pairwise(times))
         return output, (forward, first, second)
 
     def _bytes(self, value: Any) -> ActionBytes:
         """What each action needs, in two passes: the first makes the parameters' gradients, the second adds to them."""
-        for layer in self._layers:
-            layer.zero_grad(set_to_none=True)
+        self._layers.zero_grad(set_to_none=True)
         first, later = self._counted_pass(value), self._counted_pass(value)
         return replace(
             later,
@@ -269,11 +269,10 @@ class StageCopy:
         )
 
     def _counted_pass(self, value: Any) -> ActionBytes:
-        parameters = [parameter for layer in self._layers for parameter in layer.parameters()]
+        parameters = list(self._layers.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        buffers = [buffer for layer in self._layers for buffer in layer.buffers()]
         # A meter for each pass: Python may free during this one what cycles of objects have held since the last.
-        meter = StorageMeter(self._device, [*parameters, *gradients, *buffers])
+        meter = StorageMeter(self._device, [*parameters, *gradients, *self._layers.buffers()])
         saved: set[int | None] = set()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -341,25 +340,15 @@ class StageCopy:
     def _forward(self, given: Any) -> Any:
         if self._weight_store is not None:
             self._weight_store.begin(0)
+        target = (self._target,) if self._takes_target else ()
         with skip_tracker.using(self._tracker):
-            output = self._run_layers(entered(given))
+            output = run_layers(self._in_order, entered(given), is_call=self._is_first, target=target)
+        if self._loss is not None:
+            function = self._loss.function
+            output = self._loss.part(output if function is None else function(output, self._target), 0)
         if self._weight_store is not None:
             self._weight_store.end()
         return output
-
-    def _run_layers(self, value: Any) -> Any:
-        loss = self._loss
-        for number, layer in enumerate(self._layers):
-            takes_target = loss is not None and loss.function is None and number == len(self._layers) - 1
-            target = (self._target,) if takes_target else ()
-            if self._is_first and number == 0:
-                arguments, keywords = value
-                value = layer(*arguments, *target, **keywords)
-            else:
-                value = layer(*self._sample.tuples.arguments(value, layer, len(target)), *target)
-        if loss is None:
-            return value
-        return loss.part(value if loss.function is None else loss.function(value, self._target), 0)
 
     def _first_half(self, backward: Callable[[], None]) -> None:
         if self._weight_store is None:
