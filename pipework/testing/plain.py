@@ -40,22 +40,6 @@ if TYPE_CHECKING:
     from pipework.runtime.transport import Message
 
 
-class PlainResults(NamedTuple):
-    """What the plain model computed for a mini-batch, as far as it is in this process.
-
-    Attributes:
-        outputs: for each micro-batch those of the last layer, without a graph.
-        loss: of the mini-batch; None: it is outside, or in another process.
-        gradients: by the id of the parameter.
-        of_inputs: the gradients of the batch's tensors.
-    """
-
-    outputs: list[Message]
-    loss: Tensor | None
-    gradients: dict[int, Tensor | None]
-    of_inputs: Sequence[Tensor | None]
-
-
 class _Segment(NamedTuple):
     """Consecutive layers of one process.
 
@@ -115,14 +99,19 @@ class PlainModel:
         """What it runs in this process."""
         return list(self._pipe) if self._model is None else [self._model.model]
 
-    def run(self, batch: MiniBatch, key: int, cotangents: Sequence[Tensor | None], *, grad: bool) -> PlainResults:
-        """Runs a mini-batch forward, and backward if gradients are wanted.
+    def run(
+        self, batch: MiniBatch, key: int, *, grad: bool
+    ) -> tuple[list[Message], Tensor | None, dict[int, Tensor | None]]:
+        """Runs a mini-batch forward, and backward if gradients are wanted. The batch's leaves get theirs.
 
         Args:
             batch: in micro-batches.
             key: of the random numbers.
-            cotangents: with the loss outside, the gradients of the joined outputs.
             grad: whether gradients are wanted.
+
+        Returns:
+            As far as it is in this process: the outputs of each micro-batch, without a graph; the loss, if it is
+            inside; and the gradients by the id of the parameter.
         """
         outputs: list[Message] = []
         parts: list[Tensor] = []
@@ -135,29 +124,22 @@ class PlainModel:
                 last = passed[-1]
                 if self._segments[-1].layers and (batch.loss is None or batch.loss.keeps_output):
                     outputs.append((tuple([tensor.detach() for tensor in last.sent]), last.structure))
-                if batch.loss is None:  # the gradients belong to the joined outputs
-                    waiting.append(passed)
-                    continue
                 roots = [] if last.loss is None else [last.loss]
                 parts += [root.detach() for root in roots]
-                if grad:
+                if batch.loss is None:  # the gradients belong to the joined outputs
+                    waiting.append(passed)
+                elif grad:
                     self._backward(passed, roots, [torch.ones_like(r) * batch.loss.scale_in(r.dtype) for r in roots])
                     memory.separate()
-            cut: Sequence[tuple[Tensor | None, ...]] = [()] * len(waiting)
-            if waiting and outputs:
-                joined = batch.joined(outputs)
-                shapes = [each.shape for each in cotangents if each is not None]
-                if joined.tensors and [each.shape for each in joined.tensors] == shapes:
-                    cut = joined.cut(cotangents)
+            joined = batch.joined(outputs) if waiting and outputs else None
+            cut = [()] * len(waiting) if joined is None else joined.cut(cotangents_of(joined.tensors))
             for passed, gradients in zip(waiting if grad else (), cut, strict=False):
                 self._backward(passed, passed[-1].sent, gradients)
                 memory.separate()
         found = dict(zip(map(id, aliases.parameters), aliases.take_gradients(), strict=True))
         if self._pipe._backend.tied_stages:
             self._add_tied(found)
-        of_inputs = [(tuple([leaf.grad for leaf in leaves]), None) for leaves, _ in batch.micro_batches]
-        loss = functools.reduce(torch.add, parts) if parts else None
-        return PlainResults(outputs, loss, found, batch.pieces.join(of_inputs))
+        return outputs, functools.reduce(torch.add, parts) if parts else None, found
 
     def _add_tied(self, gradients: dict[int, Tensor | None]) -> None:
         """Adds the gradients that other processes have of parameters that several use."""
@@ -274,6 +256,14 @@ class PlainModel:
         start(0)
         with streams_entered({name: model.get_submodule(name) for name in calls}, stream_of, start):
             return adapter.result(type(model).forward(model, *arguments, **keywords))
+
+
+def cotangents_of(outputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients of outputs whose loss is outside: random numbers, the same for the same shapes."""
+    draw = torch.Generator().manual_seed(0)
+    is_continuous = [each.is_floating_point() or each.is_complex() for each in outputs]
+    drawn = [torch.randn(each.shape, generator=draw).to(each) for each in outputs]
+    return [each if has_gradient else None for each, has_gradient in zip(drawn, is_continuous, strict=True)]
 
 
 def differentiate(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

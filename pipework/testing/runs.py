@@ -24,7 +24,7 @@ from pipework.model.sequential import named_layers
 from pipework.runtime.random.streams import draw_key, micro_batch_here
 from pipework.runtime.stage.recomputation import is_recomputing
 from pipework.testing.comparison import apart, on_host
-from pipework.testing.plain import PlainModel, differentiate
+from pipework.testing.plain import PlainModel, cotangents_of, differentiate
 from pipework.torch_private import pytree
 from pipework.values import nested
 
@@ -110,7 +110,6 @@ class Runs:
         loss = executor.settings.loss_fn
         self._roots = [pipe, *pipe.partitions, *self.plain.modules, *([loss] if isinstance(loss, nn.Module) else [])]
         self.without_dropout = self.has_whole = self._traces = False
-        self._cotangents: list[Tensor | None] = []
         trains = pipe.training if self.attached is None else self.attached.model.training
         if self.attached is None and pipe._backend.is_whole:
             trains = any(each.training for each in pipe)
@@ -183,15 +182,11 @@ class Runs:
             roots = [each for each in ([loss] if loss is not None else outputs) if each.requires_grad]
             if self.grad and roots:
                 scaler = self.executor.settings.grad_scaler  # it has scaled the gradients already
-                draw = torch.Generator().manual_seed(0)
-                if loss is None:
-                    self._cotangents = [
-                        torch.randn(each.shape, generator=draw).to(each) if each.requires_grad else None
-                        for each in outputs
-                    ]
-                    seeds = [each for each in self._cotangents if each is not None]
-                else:
+                if loss is not None:
                     seeds = [torch.ones_like(loss) * (1.0 if scaler is None else scaler.get_scale())]
+                else:
+                    pairs = zip(outputs, cotangents_of(outputs), strict=True)
+                    seeds = [each for output, each in pairs if output.requires_grad and each is not None]
                 if wanted:
                     gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
                     found = dict(zip(map(id, wanted), gradients, strict=True))
@@ -219,16 +214,16 @@ class Runs:
                 if whole and batch.loss is not None:
                     batch.loss = replace(batch.loss, weights=None)  # as the function says
                 with self.executor.deferred.mini_batch(engine.lock):
-                    results = self.plain.run(batch, key, self._cotangents, grad=self.grad)
+                    results, loss, found = self.plain.run(batch, key, grad=self.grad)
             finally:
                 torch.set_num_threads(threads)
-            differentiate(batch.tensors, results.of_inputs)  # as far as the copies of the caller's tensors
-            outputs = batch.joined(results.outputs).tensors if results.outputs else ()
+            of_inputs = [(tuple([leaf.grad for leaf in pieces]), None) for pieces, _ in batch.micro_batches]
+            differentiate(batch.tensors, batch.pieces.join(of_inputs))  # as far as the copies of the caller's tensors
+            outputs = batch.joined(results).tensors if results else ()
             gradients = {
-                id(each): torch_private.after_hooks(each, results.gradients.get(id(each)))
-                for each in self.pipe.parameters()
+                id(each): torch_private.after_hooks(each, found.get(id(each))) for each in self.pipe.parameters()
             }
-            return self._values(outputs, results.loss, gradients, [leaf.grad for leaf in leaves])
+            return self._values(outputs, loss, gradients, [leaf.grad for leaf in leaves])
 
     def _values(
         self, outputs: Sequence[Tensor], loss: Tensor | None, gradients: Mapping[int, Any], of_inputs: Sequence[Any]
