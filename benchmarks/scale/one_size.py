@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pipework.schedule import Costs, Simulation, build, lower_bounds, measure, simulate, validate
+from pipework.schedule import Costs, Simulation, build, lower_bound, measure, simulate, validate
 
 NAME = "zb-v"
 _PROCESS = Path("/proc/self")
@@ -50,7 +50,7 @@ class Steps:
 
 def one_size(workers: int, chunks: int) -> dict[str, object]:
     """What a size takes, in this process."""
-    costs = Costs().divided(2)
+    costs = Costs().placed((0, 0))
     steps = Steps()
     empty = memory("VmRSS")
     schedule = steps.run("build", lambda: build(NAME, workers=workers, chunks=chunks))
@@ -59,7 +59,7 @@ def one_size(workers: int, chunks: int) -> dict[str, object]:
     steps.run("measure", lambda: measure(schedule, costs))
     peaks = steps.run("simulate", lambda: peaks_of(simulate(schedule, costs)))
     steps.run("critical path", lambda: len(simulate(schedule, costs).critical_path))
-    steps.run("bounds", lambda: lower_bounds(schedule.placement, chunks, costs, memory_limit=peaks))
+    steps.run("bounds", lambda: lower_bound(schedule.placement, chunks, costs, memory_limit=peaks))
     return {
         "workers": workers,
         "chunks": chunks,

@@ -31,7 +31,7 @@ def size_text(schedule: Schedule) -> str:
 
 
 def share(name: str) -> Costs:
-    return Costs().divided(SCHEDULES[name].stages_per_worker)
+    return Costs().placed((0,) * SCHEDULES[name].stages_per_worker)
 
 
 def simulated(schedule: Schedule, costs: Costs, channel: Channel = "unbounded") -> float:

@@ -20,7 +20,7 @@ from pipework.schedule import (
     Simulation,
     Timeline,
     from_json,
-    lower_bounds,
+    lower_bound,
     simulate,
     svg,
     to_csv,
@@ -137,7 +137,7 @@ class Plan(SavedAsJson):
         """The seconds that no schedule undercuts with these stages, micro-batches, recomputation and limits."""
         schedule, peaks = self.schedule, self.simulation.peak_memory
         again = Counter(stage for stage, _ in recomputed(schedule))
-        return lower_bounds(
+        return lower_bound(
             schedule.placement,
             schedule.micro_batches,
             self.costs,
@@ -146,7 +146,7 @@ class Plan(SavedAsJson):
                 for held, peak in zip(self.workers, peaks, strict=True)
             ],
             recomputed=[again[stage] for stage in range(schedule.stages)],
-        ).makespan
+        )
 
     @property
     def gap(self) -> float:

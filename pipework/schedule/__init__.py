@@ -1,7 +1,7 @@
 """Schedules: the order of actions of each worker, as data, which can be checked, simulated and drawn without torch."""
 
 from pipework.schedule.action import Action
-from pipework.schedule.analysis.bounds import Bounds, lower_bounds
+from pipework.schedule.analysis.bounds import lower_bound
 from pipework.schedule.analysis.channels import Channel
 from pipework.schedule.analysis.compare import Comparison, compare
 from pipework.schedule.analysis.rules import Violation
@@ -44,5 +44,5 @@ __all__ += ["zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dual
 __all__ += ["spread_evenly", "with_recompute", "with_recompute_on_stages", "without_recompute", "with_sharding"]
 __all__ += ["with_communication", "with_gradient_reduction", "with_skips"]
 __all__ += ["ScheduleError", "Validation", "ValidationOptions", "Violation", "check", "validate", "Channel"]
-__all__ += ["Bounds", "Comparison", "Costs", "Measures", "Simulation", "StageCosts", "compare", "lower_bounds"]
+__all__ += ["Comparison", "Costs", "Measures", "Simulation", "StageCosts", "compare", "lower_bound"]
 __all__ += ["Interval", "Timeline", "measure", "simulate", "grid", "svg", "from_csv", "from_json", "to_csv", "to_json"]

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from pipework.schedule.argument_checks import positive_integers
-
 Cost = float | Sequence[float]
 """One number for all stages, or a number for each stage."""
 
@@ -138,72 +136,41 @@ class Costs:
         given = {name: value for name, value in values.items() if value is not None}
         Path(path).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
 
-    def divided(self, parts: int | Sequence[int]) -> Costs:
-        """Costs of a stage, if these are those of a worker's whole share of the model and it has several equal stages.
-
-        Numbers are divided; sequences, which have a number for each stage, stay, as do transfers and messages.
-
-        Args:
-            parts: stages per worker; or for each stage, the number of stages on its worker.
-
-        Raises:
-            TypeError: a number is not an int.
-            ValueError: a number is less than 1.
-
-        Example:
-            >>> from pipework.schedule import build, simulate
-            >>> schedule = build("zb-v", workers=4, chunks=8)
-            >>> [simulate(schedule, costs).makespan for costs in (Costs(), Costs().divided(2))]
-            [51.0, 25.5]
-            >>> Costs().divided([2, 1, 2]).forward
-            (0.5, 1.0, 0.5)
-        """
-        counts = tuple(parts) if isinstance(parts, Sequence) else (parts,)
-        positive_integers(**{f"parts[{stage}]": count for stage, count in enumerate(counts)})
-
-        def cut(value: float) -> Cost:
-            return value / counts[0] if len(set(counts)) == 1 else tuple(value / count for count in counts)
-
-        whole = self
-        if self.backward is None:
-            # Unset halves would take 1 on each stage, however small; the division must reach them.
-            inputs = 1.0 if self.input_gradient is None else self.input_gradient
-            weights = 1.0 if self.weight_gradient is None else self.weight_gradient
-            whole = replace(self, input_gradient=inputs, weight_gradient=weights)
-        shared = (field.name for field in fields(self) if field.name not in _PLACES)
-        values = ((name, getattr(whole, name)) for name in shared)
-        return replace(whole, **{name: cut(value) for name, value in values if isinstance(value, float)})
-
     def placed(self, placement: Sequence[int]) -> Costs:
         """Costs of stages, if these are those of workers' whole shares and the stages of a worker are equal.
 
-        Numbers are divided, see :meth:`divided`. A sequence with a number for each worker is spread: each stage gets
-        the number of its worker, divided by the stages of that worker. For transfers and messages such a sequence has a
-        number for each pair of adjacent workers; a boundary between other workers, such as from the last to the first,
-        gets the largest of them. Sequences of other lengths, such as those with a number for each stage, stay.
+        Numbers are divided by the stages of a worker, but for those of transfers and messages. A sequence with a number
+        for each worker is spread: each stage gets the number of its worker, divided by the stages of that worker. For
+        transfers and messages such a sequence has a number for each pair of adjacent workers; a boundary between other
+        workers, such as from the last to the first, gets the largest of them. Sequences of other lengths, such as those
+        with a number for each stage, stay.
 
         Args:
             placement: the worker of each stage.
 
         Example:
             >>> costs = Costs(forward=[2, 4], transfer=[0.5]).placed((0, 1, 0, 1))
-            >>> costs.forward, costs.transfer
-            ((1.0, 2.0, 1.0, 2.0), (0.5, 0.5, 0.5))
+            >>> costs.forward, costs.activation, costs.transfer
+            ((1.0, 2.0, 1.0, 2.0), 0.5, (0.5, 0.5, 0.5))
             >>> Costs(forward=[2, 4], transfer=[0.5]).placed((0, 1, 1, 0)).transfer
             (0.5, 0.0, 0.5)
         """
         count = Counter(placement)
-        workers, stages = len(count), len(placement)
-        spread: dict[str, tuple[float, ...]] = {}
-        for field in fields(self) if workers < stages else ():
+        workers, parts = len(count), [count[worker] for worker in placement]
+        found: dict[str, Cost] = {}
+        for field in fields(self):
             value, place = getattr(self, field.name), _PLACES.get(field.name, "stage")
-            if not isinstance(value, tuple):
+            if value is None and self.backward is None and field.name in ("input_gradient", "weight_gradient"):
+                value = 1.0  # what an unset half takes, however many stages there are, is divided as well
+            if place == "stage" and isinstance(value, float):
+                found[field.name] = value / parts[0] if len(set(parts)) == 1 else tuple(value / each for each in parts)
+            elif workers == len(placement) or not isinstance(value, tuple):
                 continue
-            if place == "stage" and len(value) == workers:
-                spread[field.name] = tuple(value[worker] / count[worker] for worker in placement)
+            elif place == "stage" and len(value) == workers:
+                found[field.name] = tuple(value[worker] / count[worker] for worker in placement)
             elif place == "boundary" and len(value) == workers - 1:
-                spread[field.name] = tuple(_crossing(value, *both) for both in pairwise(placement))
-        return replace(self, **spread).divided([count[worker] for worker in placement])
+                found[field.name] = tuple(_crossing(value, *both) for both in pairwise(placement))
+        return replace(self, **found)
 
     def spread(self, stages: int, skips: int = 0) -> StageCosts:
         """Give each stage, boundary and skip its costs; those that are None follow from the others.

@@ -165,22 +165,15 @@ class Timeline:
         """Whether any interval has an amount of memory."""
         return any(interval.memory for interval in self.intervals)
 
-    def shifted(self, by: float) -> Timeline:
-        """The same timeline, with all times later by an amount.
-
-        Example:
-            >>> Timeline((Interval(0, Action("F", 0, 0), 1, 2),), workers=1).shifted(2).start
-            3
-        """
+    def normalised(self) -> Timeline:
+        """The same timeline, starting at 0."""
+        if not self.start:
+            return self
         moved, communication = (
-            tuple(each._replace(start=each.start + by, end=each.end + by) for each in intervals)
+            tuple(each._replace(start=each.start - self.start, end=each.end - self.start) for each in intervals)
             for intervals in (self.intervals, self.communication)
         )
         return replace(self, intervals=moved, communication=communication)
-
-    def normalised(self) -> Timeline:
-        """The same timeline, starting at 0."""
-        return self.shifted(-self.start) if self.start else self
 
 
 def idle_share(busy: Sequence[float], window: float) -> float:

@@ -11,7 +11,7 @@ from pipework.schedule import (
     compare,
     fill_drain,
     list_schedule,
-    lower_bounds,
+    lower_bound,
     simulate,
     validate,
     with_communication,
@@ -43,7 +43,7 @@ def test_generators_want_counts(name, value):
         lambda costs: check(PIPE, costs),
         lambda costs: with_communication(PIPE, costs),
         lambda costs: compare(workers=2, chunks=2, costs=costs),
-        lambda costs: lower_bounds((0, 1), 2, costs),
+        lambda costs: lower_bound((0, 1), 2, costs),
         lambda costs: build("zb-v", workers=2, chunks=2, costs=costs),
     ],
 )

@@ -63,17 +63,16 @@ def test_other_types_are_named(value):
 
 
 def test_a_whole_share_divided_among_stages():
-    share = Costs(1, 3, recompute=2, reduce_gradient=4, transfer=5, skip_transfer=6, activation=7, message=8).divided(2)
-    assert share == Costs(0.5, 1.5, 1, reduce_gradient=2, transfer=5, skip_transfer=6, activation=3.5, message=8)
-    parts, whole = Costs().divided(4).spread(1), Costs().spread(1)
+    share = Costs(1, 3, recompute=2, reduce_gradient=4, transfer=5, skip_transfer=6, activation=7, message=8)
+    assert share.placed((0, 1, 1, 0)) == Costs(
+        0.5, 1.5, 1, reduce_gradient=2, transfer=5, skip_transfer=6, activation=3.5, message=8
+    )
+    parts, whole = Costs().placed((0,) * 4).spread(1), Costs().spread(1)
     assert all(parts[row.cost] == (whole[row.cost][0] / 4,) for row in KINDS.values() if row.scope == "micro-batch")
-    assert Costs(input_gradient=3).divided(2).spread(1)["backward"] == (2,)
-    assert Costs([1, 2], weight_gradient=[1, 2]).divided(2).spread(2)["weight_gradient"] == (1, 2)
-    assert Costs([1, 2]).divided(2).forward == (1, 2)
-    uneven = Costs(4, transfer=5).divided([2, 1, 2]).spread(3)
+    assert Costs(input_gradient=3).placed((0, 0)).spread(2)["backward"] == (2, 2)
+    assert Costs([1, 2], weight_gradient=[1, 2]).placed((0, 0)).spread(2)["weight_gradient"] == (1, 2)
+    uneven = Costs(4, transfer=5).placed((0, 1, 0)).spread(3)
     assert (uneven["forward"], uneven["weight_gradient"], uneven["transfer"]) == ((2, 4, 2), (0.5, 1, 0.5), (5, 5))
-    with pytest.raises(ValueError, match=r"parts\[1\] is 0: wanted an integer of at least 1"):
-        Costs().divided([1, 0])
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (3, 1), (3, 2), (2, 4)])

@@ -19,7 +19,7 @@ from pipework.schedule import (
     from_csv,
     from_json,
     grid,
-    lower_bounds,
+    lower_bound,
     simulate,
     svg,
     to_csv,
@@ -86,7 +86,7 @@ def test_times_and_memory():
     }  # fmt: skip
     assert max(simulate(build("gpipe", workers=2, chunks=3), COSTS).peak_memory) == 3
     # The bounds know no kind that frees memory before the backward, so they take no limit from this schedule.
-    assert lower_bounds((0, 1), 3, COSTS, memory_limit=1.5).makespan > result.makespan == result.lower_bound == 12
+    assert lower_bound((0, 1), 3, COSTS, memory_limit=1.5) > result.makespan == result.lower_bound == 12
     assert (
         " ".join(str(each.action) for each in result.critical_path) == "0F0 0O0 0F1 0O1 0F2 0O2 0L0 0B0 0L1 0B1 0L2 0B2"
     )

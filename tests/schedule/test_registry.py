@@ -13,7 +13,7 @@ from pipework.schedule import (
     interleaved_zb,
     list_schedule,
     looped_bfs,
-    lower_bounds,
+    lower_bound,
     one_forward_one_backward,
     simulate,
     zb_v,
@@ -76,7 +76,7 @@ def test_costs_of_other_stages_are_refused_by_all():
             build(name, workers=2, chunks=3, costs=Costs(forward=[1] * 7))
     skipping = Costs(skip_transfer=[1, 2, 3])
     assert build("zb-v", workers=2, chunks=3, costs=skipping) == build("zb-v", workers=2, chunks=3)
-    assert lower_bounds((0, 1), 3, skipping) == lower_bounds((0, 1), 3)
+    assert lower_bound((0, 1), 3, skipping) == lower_bound((0, 1), 3)
     actions = [[Action(kind, stage, i) for i in range(3) for kind in "FI"] for stage in range(2)]
     assert list_schedule((0, 1), actions, costs=skipping, limit=2) == list_schedule((0, 1), actions, limit=2)
     assert compare(workers=2, chunks=3, costs=skipping).fitting.keys() == compare(workers=2, chunks=3).fitting.keys()

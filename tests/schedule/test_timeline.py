@@ -33,10 +33,9 @@ def test_rows_are_in_order_of_time():
     assert Timeline((second, first), workers=2).by_worker == ((first, second), ())
 
 
-def test_shifted_and_normalised():
+def test_normalised():
     moved = line([(3, 5)], [(4, 6)]).normalised()
     assert [(each.start, each.end) for each in moved.intervals] == [(0, 2), (1, 3)]
-    assert moved.shifted(2.5).start == 2.5
     assert moved.normalised() is moved
 
 

@@ -17,7 +17,7 @@ class Synthesis:
         schedule: the fastest schedule found, called ``"synthesised"``.
         simulation: its simulation, with the memory limit of the search.
         lower_bound: the best known bound of the makespan, which no schedule for these costs and this memory beats:
-            that of :func:`lower_bounds`, or one that the solver has proven.
+            that of :func:`lower_bound`, or one that the solver has proven.
         found_by: how it was found: what it began from, and what improved it last.
         named: name to makespan of the named and given schedules that fit the memory.
         seconds: how long the search took.

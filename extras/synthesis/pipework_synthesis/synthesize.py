@@ -14,7 +14,7 @@ from pipework.schedule import (
     ScheduleError,
     Simulation,
     StageCosts,
-    lower_bounds,
+    lower_bound,
     simulate,
     with_recompute_on_stages,
 )
@@ -217,7 +217,7 @@ class _Task:
         split: bool,
     ) -> None:
         # Refuses a wrong placement, number of micro-batches, costs or limit.
-        lower_bounds(placement, micro_batches, costs, memory_limit=memory_limit)
+        lower_bound(placement, micro_batches, costs, memory_limit=memory_limit)
         self.placement = tuple(placement)
         self.micro_batches, self.split = micro_batches, split
         self.costs = replace(costs or Costs(), skip_transfer=0.0)  # what is searched for has no skip connections
@@ -249,7 +249,7 @@ class _Task:
             hop = 0.0 if self.placement[s] == self.placement[s + 1] else 2 * spread["transfer"][s]
             back[s] = back[s + 1] + hop + spread["forward"][s + 1] + step[s + 1]
         again = [min(time, wait) for time, wait in zip(spread["recompute"], back, strict=True)]
-        bounds = lower_bounds(
+        return lower_bound(
             self.placement,
             self.micro_batches,
             replace(self.costs, recompute=again),
@@ -257,7 +257,6 @@ class _Task:
             split=self.split,
             recomputed=[len(each) for each in self.recomputed],
         )
-        return bounds.makespan
 
     def _check_room(self) -> None:
         """Refuse a limit that is too small for one micro-batch, with the gradients that wait for weight halves."""

@@ -18,7 +18,7 @@ from pipework.schedule import (
     from_csv,
     from_json,
     loop_placement,
-    lower_bounds,
+    lower_bound,
     simulate,
     to_csv,
     to_json,
@@ -62,7 +62,7 @@ def test_never_slower_than_a_named_schedule_and_within_memory(
         assert again.makespan == pytest.approx(found.makespan)
         assert all(found.makespan <= makespan * (1 + 1e-9) for makespan in found.named.values())
         assert found.makespan >= found.lower_bound * (1 - 1e-9)
-        assert lower_bounds(placement, 5, share, memory_limit=limit).makespan <= found.lower_bound * (1 + 1e-9)
+        assert lower_bound(placement, 5, share, memory_limit=limit) <= found.lower_bound * (1 + 1e-9)
         assert validate(found.schedule, share, memory_limit=limit).ascending
         assert lanes_ascend(found.schedule)
         assert found.schedule.name == "synthesised"

@@ -1,9 +1,8 @@
-"""Lower bounds of the makespan and span of all schedules, within a limit of memory."""
+"""A lower bound of the makespan of all schedules, within a limit of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import floor, inf, isfinite
 from typing import NamedTuple
 
@@ -12,20 +11,7 @@ from pipework.schedule.argument_checks import check_placement, checked_tuple, po
 from pipework.schedule.costs import Costs, StageCosts, checked_without_skips
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Lower bounds of the times of all schedules.
-
-    Attributes:
-        makespan: from the start of the first action to the end of the last, over all workers.
-        span: the longest time from a worker's first start to its last end.
-    """
-
-    makespan: float
-    span: float
-
-
-def lower_bounds(
+def lower_bound(
     placement: Sequence[int],
     micro_batches: int,
     costs: Costs | None = None,
@@ -34,8 +20,8 @@ def lower_bounds(
     split: bool = True,
     inference: bool = False,
     recomputed: bool | Sequence[int] = False,
-) -> Bounds:
-    """Bound the time of every schedule from below.
+) -> float:
+    """A makespan that no schedule beats: the time from the first start to the last end, over all workers.
 
     ::
 
@@ -56,15 +42,14 @@ def lower_bounds(
     * Instead of the last window: after the last backward of l, a micro-batch still goes upstream, while this worker
       runs its remaining weight halves, if backwards are split. Memory limits their number, too.
     * Memory x time: m times the memory of a micro-batch, multiplied by the shortest time for which it is held, is at
-      most the limit times the span. So span >= m (a L + a' L' + ...) / limit, with activations a and times L
-      of the stages.
+      most the limit times the worker's time. So that is >= m (a L + a' L' + ...) / limit, with activations a and
+      times L of the stages.
 
     Each single stage is a smaller worker with the same limit, so all bounds hold for it, too; one of them is the
-    time that one micro-batch takes through the whole pipe. Without arrival, and without the time on other workers, they
-    bound the span, the longest time from a worker's first start to its last end.
+    time that one micro-batch takes through the whole pipe.
 
-    Memory is counted as in :func:`simulate`, so with a schedule's ``peak_memory`` as limit its times are not below
-    the bounds, up to rounding. There need not be a schedule that reaches them.
+    Memory is counted as in :func:`simulate`, so with a schedule's ``peak_memory`` as limit its makespan is not
+    below the bound, up to rounding. There need not be a schedule that reaches it.
 
     Source: the windows are those of 1F1B and zero-bubble schedules, arXiv 2401.10241; memory x time is the lifetime of
     building blocks, arXiv 2405.15362. The derivation is the one above.
@@ -86,8 +71,8 @@ def lower_bounds(
 
     Example:
         >>> from pipework.schedule import simulate, zb_h1
-        >>> lower_bounds(range(4), 8, memory_limit=4)
-        Bounds(makespan=27.0, span=27.0)
+        >>> lower_bound(range(4), 8, memory_limit=4)
+        27.0
         >>> simulate(zb_h1(4, 8)).makespan
         27.0
     """
@@ -103,12 +88,11 @@ def lower_bounds(
     for worker, stages in of_worker.items():
         _check_room(worker, stages, limits[worker], spread, repeats, inference=inference)
     pipe = _Pipe(placement, micro_batches, spread, repeats, split=split)
-    bounds = [
+    return max(
         _forwards_alone(pipe, part) if inference else _of_part(pipe, part, limits[worker])
         for worker, stages in of_worker.items()
         for part in (stages, *([stage] for stage in stages))
-    ]
-    return Bounds(max(each.makespan for each in bounds), max(each.span for each in bounds))
+    )
 
 
 class _Item(NamedTuple):
@@ -194,8 +178,8 @@ class _Pipe:
         return (self.micro_batches - self.repeats[stage]) * whole + self.repeats[stage] * recomputed
 
 
-def _of_part(pipe: _Pipe, stages: Sequence[int], limit: float) -> Bounds:
-    """The bounds from some or all stages of one worker."""
+def _of_part(pipe: _Pipe, stages: Sequence[int], limit: float) -> float:
+    """The bound from some or all stages of one worker."""
     low, high, m = stages[0], stages[-1], pipe.micro_batches
     arrival = pipe.start[low]
     work = sum(
@@ -207,31 +191,22 @@ def _of_part(pipe: _Pipe, stages: Sequence[int], limit: float) -> Bounds:
     room = _whole_multiple(limit, pipe.sizes(stages))
 
     first = max(0.0, pipe.back[high] - arrival - _most(forwards, room))
-    in_last = _most(backwards, room)
-    last = max(0.0, pipe.all_done - pipe.end[high] - in_last)
-    own_last = max(0.0, max(pipe.done[stage] for stage in stages) - pipe.end[high] - in_last)
+    last = max(0.0, pipe.all_done - pipe.end[high] - _most(backwards, room))
     upstream = max(0.0, pipe.upstream[low] - pipe.back[low] - pipe.step[low])
     tail = max(0.0, upstream - _most(weights, room))
     if sum(memory * times for memory, _, times in forwards) > room * SLACK:  # a backward precedes the last forward
-        idle, own_idle = first + max(tail, last), first + own_last
+        idle = first + max(tail, last)
     else:
-        idle, own_idle = max(first + tail, last), max(first, own_last)
-
+        idle = max(first + tail, last)
     window = sum(map(pipe.area, stages)) / room if room else 0.0
-    return Bounds(
-        arrival + max(work + idle, window + (0.0 if pipe.split else upstream)),
-        max(work + own_idle, window, max(pipe.done[stage] for stage in stages) - arrival),
-    )
+    return arrival + max(work + idle, window + (0.0 if pipe.split else upstream))
 
 
-def _forwards_alone(pipe: _Pipe, stages: Sequence[int]) -> Bounds:
-    """The bounds for inference, where memory delays no worker, because activations are freed after each forward."""
+def _forwards_alone(pipe: _Pipe, stages: Sequence[int]) -> float:
+    """The bound for inference, where memory delays no worker, because activations are freed after each forward."""
     low, high = stages[0], stages[-1]
     work = pipe.micro_batches * sum(pipe.forward[stage] for stage in stages)
-    return Bounds(
-        pipe.start[low] + work + pipe.end[-1] - pipe.end[high],
-        max(work, pipe.end[high] - pipe.start[low]),
-    )
+    return pipe.start[low] + work + pipe.end[-1] - pipe.end[high]
 
 
 def _most(items: Iterable[_Item], room: float) -> float:

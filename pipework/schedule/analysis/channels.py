@@ -77,8 +77,7 @@ def channels(channel: Channel) -> Channels:
         ValueError: channel is 'bounded': wanted one of 'unbounded', 'pair', 'worker'
     """
     check_channel(channel)
-    models: dict[str, type[Channels]] = {"unbounded": _Unbounded, "pair": _Pair, "worker": _Worker}
-    return models[channel]()
+    return _Unbounded() if channel == "unbounded" else _Queued(of_pairs=channel == "pair")
 
 
 def check_channel(channel: str) -> None:
@@ -126,38 +125,29 @@ def _transferred(sent: _Post, wanted: _Post, *queues: _Queue) -> Transfer:
     return Transfer(message, start, end, cause)
 
 
-class _Pair:
-    def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], _Queue] = defaultdict(_Queue)
-        self._wanted: dict[tuple[int, int], deque[_Post]] = defaultdict(deque)
+class _Queued:
+    """A queue for each worker; or two for each pair of workers, for what one sends and what the other wants."""
+
+    def __init__(self, *, of_pairs: bool) -> None:
+        self._of_pairs = of_pairs
+        self._queues: dict[tuple[int, ...], _Queue] = defaultdict(_Queue)
 
     def post(self, route: WorkerRoute, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
-        number, sender, receiver, _ = route
-        queue, wanted = self._sent[sender, receiver], self._wanted[sender, receiver]
-        sent = queue.posted
-        (sent if sends else wanted).append(((number, micro_batch), time, route))
+        changed = [self._ends(route)[not sends]]
+        self._queues[changed[0]].posted.append(((route.number, micro_batch), time, route))
         done = []
-        while sent and wanted and sent[0][0] == wanted[0][0]:
-            done.append(_transferred(sent.popleft(), wanted.popleft(), queue))
-        return done
-
-
-class _Worker:
-    def __init__(self) -> None:
-        self._queues: dict[int, _Queue] = defaultdict(_Queue)
-
-    def post(self, route: WorkerRoute, micro_batch: int, time: float, *, sends: bool) -> list[Transfer]:
-        own = route.sender if sends else route.receiver
-        self._queues[own].posted.append(((route.number, micro_batch), time, route))
-        done = []
-        changed = [own]
         while changed:
             head = self._queues[changed.pop()].posted
             if not head:
                 continue
-            _, sending, receiving, _ = head[0][2]
-            sender, receiver = self._queues[sending], self._queues[receiving]
+            ends = self._ends(head[0][2])
+            sender, receiver = (self._queues[end] for end in ends)
             if sender.posted and receiver.posted and sender.posted[0][0] == receiver.posted[0][0]:
-                changed += sending, receiving
+                changed += ends
                 done.append(_transferred(sender.posted.popleft(), receiver.posted.popleft(), sender, receiver))
         return done
+
+    def _ends(self, route: WorkerRoute) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The queues of the sender and of the receiver."""
+        _, sender, receiver, _ = route
+        return ((sender, receiver, 0), (sender, receiver, 1)) if self._of_pairs else ((sender,), (receiver,))

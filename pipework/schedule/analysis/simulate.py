@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import sub
 
 from pipework.schedule.analysis import memory
-from pipework.schedule.analysis.bounds import Bounds, lower_bounds
+from pipework.schedule.analysis.bounds import lower_bound
 from pipework.schedule.analysis.channels import Channel
 from pipework.schedule.analysis.critical_path import critical_path
 from pipework.schedule.analysis.events import Run
@@ -123,8 +123,8 @@ class Simulation(Measures):
         return self.makespan - measure(self.schedule, free, loss_outside=self.options.loss_outside).makespan
 
     @cached_property
-    def bounds(self) -> Bounds:
-        """Lower bounds for all schedules with these costs, this placement and this memory.
+    def lower_bound(self) -> float:
+        """The makespan that no schedule beats with these costs, this placement and this memory.
 
         The memory is the given limit, or each worker's peak in this simulation. Backwards may be split if this
         schedule splits any.
@@ -132,7 +132,7 @@ class Simulation(Measures):
         repeats = Counter(stage for stage, _ in recomputed(self.schedule))
         limit = self.peak_memory if self.options.memory_limit is None else self.options.memory_limit
         held = {self.schedule.table[kind].holds for kind in self.schedule.kinds}
-        return lower_bounds(
+        return lower_bound(
             self.schedule.placement,
             self.schedule.micro_batches,
             replace(self.costs, skip_transfer=0.0),
@@ -142,11 +142,6 @@ class Simulation(Measures):
             inference=self.schedule.inference,
             recomputed=[repeats[stage] for stage in range(self.schedule.stages)],
         )
-
-    @property
-    def lower_bound(self) -> float:
-        """The makespan that no schedule beats; see :attr:`bounds`."""
-        return self.bounds.makespan
 
     @property
     def gap(self) -> float:

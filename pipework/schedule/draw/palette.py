@@ -19,20 +19,19 @@ PAPER: Final = "#ffffff"
 _DEPTHS: Final = (1.0, 0.84, 0.55, 0.42)  # Neither dark nor white text is readable on the tones between 0.84 and 0.55.
 
 
-def cell_colors(colors: str, fill: str, worker: int, depth: int = 0) -> tuple[str, str, str]:
+def cell_colors(fill: str | None, worker: int, depth: int = 0) -> tuple[str, str, str]:
     """The fill, text and frame of a cell.
 
     Args:
-        colors: ``"worker"``: the pastel of the worker; ``"action"``: the colour of the kind.
-        fill: the colour of the kind.
+        fill: the colour of the kind; None: the pastel of the worker.
         worker: number of the worker.
         depth: 0 for a worker's first stage, 1 for its second, ..; each is darker than the one before.
 
     Example:
-        >>> cell_colors("action", "#84b0e3", 0), cell_colors("action", "#84b0e3", 0, depth=2)
+        >>> cell_colors("#84b0e3", 0), cell_colors("#84b0e3", 0, depth=2)
         (('#84b0e3', '#22272e', '#ffffff'), ('#48607c', '#ffffff', '#ffffff'))
     """
-    if colors == "worker":
+    if fill is None:
         return worker_fill(worker), INK, "#4a4f57"
     return _darker(fill, _DEPTHS[min(depth, len(_DEPTHS) - 1)]), INK if depth < 2 else PAPER, PAPER
 

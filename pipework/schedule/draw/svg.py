@@ -15,9 +15,6 @@ from pipework.schedule.timeline import Timeline
 Colors = Literal["action", "worker"]
 """The meaning of colours: the kind of an action, or its worker (usual for fill-drain)."""
 
-Labels = Literal["stage", "micro_batch", "none"]
-"""The label of a cell: kind with stage and micro-batch, the micro-batch alone, or nothing."""
-
 _MARGIN = 18.0
 _UPDATE_WIDTH = 54.0
 _LEAST_WIDTH, _MOST_WIDTH = 420.0, 1080.0
@@ -28,8 +25,6 @@ def svg(
     *,
     colors: Colors = "action",
     update: bool = False,
-    labels: Labels | None = None,
-    memory: bool | None = None,
 ) -> str:
     """Draw timelines above each other on a common time axis, such as a predicted above a measured one.
 
@@ -39,16 +34,15 @@ def svg(
     Args:
         timelines: one or several, all in the same unit; each is drawn from its own start.
         colors: ``"action"``: a colour for each kind of action, darker for the second stage of a worker; ``"worker"``: a
-            pastel colour for each worker.
+            pastel colour for each worker. A cell shows its micro-batch, and below the row is a strip of memory, if that
+            is known; with ``"worker"`` a cell shows kind, stage and micro-batch, and there is no strip.
         update: add a box for the optimizer's step after each row.
-        labels: None: the micro-batch if colors is ``"action"``, otherwise kind, stage and micro-batch.
-        memory: draw a strip of memory below each row; None: if it is known and colors is ``"action"``.
 
     Returns:
         The picture, as valid XML without external references.
 
     Raises:
-        ValueError: there is no timeline, units differ, or ``colors`` or ``labels`` has an unknown value.
+        ValueError: there is no timeline, units differ, or ``colors`` has an unknown value.
 
     Example:
         >>> from pipework.schedule import fill_drain, simulate
@@ -56,17 +50,15 @@ def svg(
         '<svg xmlns="http://www.w3.or'
     """
     lines = (timelines,) if isinstance(timelines, Timeline) else tuple(timelines)
-    _check(lines, colors, labels)
+    _check(lines, colors)
     lines = tuple(line.normalised() for line in lines)
-    if labels is None:
-        labels = "micro_batch" if colors == "action" else "stage"
-    strips = memory if memory is not None else colors == "action"
-    look = Look(colors, labels, update=update, memory=strips and any(line.knows_memory for line in lines))
+    of_kinds = colors == "action"
+    look = Look(of_kinds, update=update, memory=of_kinds and any(line.knows_memory for line in lines))
 
     longest = max(line.makespan for line in lines)
     workers = max(line.workers for line in lines)
     left = _MARGIN + 13 * text_width(f"worker {workers - 1}") + 4
-    plot = _plot_width(lines, 40.0 if colors == "worker" else 30.0)
+    plot = _plot_width(lines, 30.0 if of_kinds else 40.0)
     update_width = _UPDATE_WIDTH if update else 0.0
     peaks = [text_width(peak_text(line, worker)) for line in lines for worker in range(line.workers)]
     width = left + plot + update_width + (12 * max(peaks) + 10 if look.memory else 0.0) + _MARGIN
@@ -80,25 +72,24 @@ def svg(
         y = frame.bottom + (20 if line is not lines[-1] else 0)
         frames.append(frame)
         marks.append(head)
-    axis = _axis(frames, lines[0].unit, grid=colors == "action")
+    axis = _axis(frames, lines[0].unit, grid=of_kinds)
     marks.append(axis)
     for line, frame in zip(lines, frames, strict=True):
         marks.append(panel(line, frame, _peak(each for each in lines if each.memory_unit == line.memory_unit)))
     y += 30
-    if colors == "action":
+    if of_kinds:
         marks.append(_legend(lines, look, left, y + 14))
         y += 24
     return _document(marks, width, y + 4, "; ".join(line.title for line in lines if line.title) or "timeline")
 
 
-def _check(lines: Sequence[Timeline], colors: str, labels: str | None) -> None:
+def _check(lines: Sequence[Timeline], colors: str) -> None:
     if not lines:
         raise ValueError("no timeline was given: pass one, or a sequence of at least one")
     units = sorted({line.unit for line in lines})
     if len(units) > 1:
         raise ValueError(f"timelines with the units {units} have no common axis: draw them separately, or convert them")
     one_of("colors", colors, get_args(Colors))
-    one_of("labels", labels, (*get_args(Labels), None))
 
 
 def _plot_width(lines: Sequence[Timeline], cell: float) -> float:

@@ -13,10 +13,9 @@ from pipework.schedule.timeline import Interval, Timeline
 
 @dataclass(frozen=True)
 class Look:
-    """Options of a picture; see the arguments of :func:`pipework.schedule.svg`."""
+    """Options of a picture: whether colours show kinds, not workers; boxes for the update; strips of memory."""
 
-    colors: str
-    labels: str
+    of_kinds: bool
     update: bool
     memory: bool
 
@@ -44,7 +43,7 @@ class Frame:
     @property
     def row(self) -> float:
         """Height of a row's cells."""
-        return max(14.0, min(42.0 if self.look.colors == "worker" else 30.0, 640.0 / self.workers))
+        return max(14.0, min(30.0 if self.look.of_kinds else 42.0, 640.0 / self.workers))
 
     @property
     def strip(self) -> float:
@@ -54,7 +53,7 @@ class Frame:
     @property
     def pitch(self) -> float:
         """Distance of rows."""
-        return self.row + self.strip + (0.0 if self.look.colors == "worker" and not self.look.memory else 6.0)
+        return self.row + self.strip + (6.0 if self.look.of_kinds else 0.0)
 
     @property
     def bottom(self) -> float:
@@ -92,8 +91,7 @@ class Caption:
     """Form and size of the labels, the same for all cells of a timeline.
 
     Attributes:
-        form: ``"stage"``: kind, with stage and micro-batch as subscript; ``"kind"``; ``"micro_batch"``; ``"none"``: no
-            label.
+        form: ``"stage"``: kind, with stage and micro-batch as subscript; ``"kind"``; or ``"micro_batch"``.
         size: of the font, in pixels.
         widest: width of the widest caption, in font sizes.
     """
@@ -105,13 +103,12 @@ class Caption:
     @classmethod
     def fitting(cls, line: Timeline, frame: Frame) -> Caption:
         """The most detailed form that fits the narrow cells of a timeline."""
-        choices = {"stage": ["stage", "kind"], "micro_batch": ["micro_batch"]}
-        forms = choices.get(frame.look.labels, [])
+        forms = ["micro_batch"] if frame.look.of_kinds else ["stage", "kind"]
         widths = sorted(frame.x(each.end) - frame.x(each.start) for each in line.intervals)
-        if not forms or not widths:
-            return cls("none", 0.0)
+        if not widths:
+            return cls(forms[0], 0.0)
         narrow = widths[len(widths) // 4] - 3
-        most = min(19.0 if frame.look.colors == "worker" else 13.0, 0.5 * frame.row)
+        most = min(13.0 if frame.look.of_kinds else 19.0, 0.5 * frame.row)
         sized = []
         for form in forms:
             widest = max(text_width(*cls(form, 1.0).label(each)) for each in line.intervals)
@@ -124,17 +121,15 @@ class Caption:
         # The widest label decides, so that of cells of equal width either all or none have one.
         if self.widest * self.size + 1.5 <= width:
             return self.label(interval)
-        short = interval.action.kind if self.form in ("stage", "kind") else ""
+        short = "" if self.form == "micro_batch" else interval.action.kind
         return (short, "") if text_width(short) * self.size + 1.5 <= width else ("", "")
 
     def label(self, interval: Interval) -> tuple[str, str]:
         """Text and subscript of a cell."""
         kind, stage, micro_batch, _ = interval.action
-        return {
-            "stage": (kind, f"{stage},{micro_batch}"),
-            "kind": (kind, ""),
-            "micro_batch": (f"{micro_batch}", ""),
-        }.get(self.form, ("", ""))
+        if self.form == "micro_batch":
+            return f"{micro_batch}", ""
+        return kind, f"{stage},{micro_batch}" if self.form == "stage" else ""
 
 
 def _cell(interval: Interval, frame: Frame, caption: Caption, line: Timeline, depth: int) -> str:
@@ -142,7 +137,7 @@ def _cell(interval: Interval, frame: Frame, caption: Caption, line: Timeline, de
     x, y = frame.x(interval.start), frame.y(interval.worker)
     width = frame.x(interval.end) - x
     row = line.table[kind]
-    fill, ink, border = cell_colors(frame.look.colors, row.color, interval.worker, depth)
+    fill, ink, border = cell_colors(row.color if frame.look.of_kinds else None, interval.worker, depth)
     times = (interval.start, interval.end, interval.end - interval.start)
     start, end, length = (time_text(time, line.unit, line.end) for time in times)
     tooltip = f"{row.name} of stage {stage}, micro-batch {micro_batch}: {start} to {end} ({length})"
@@ -189,7 +184,7 @@ def _update_boxes(line: Timeline, frame: Frame) -> Iterator[str]:
     x, size = frame.x(line.end), min(12.0, 0.6 * frame.row)
     for worker in range(line.workers):
         y = frame.y(worker)
-        fill, _, border = cell_colors(frame.look.colors, UPDATE, worker)
+        fill, _, border = cell_colors(UPDATE if frame.look.of_kinds else None, worker)
         yield rectangle(x, y, frame.update_width, frame.row, fill=fill, stroke=border, stroke_width=0.9)
         middle = x + frame.update_width / 2
         yield text(middle, y + frame.row / 2 + 0.35 * size, "Update", size, text_anchor="middle")

@@ -9,7 +9,7 @@ def test_is_what_one_would_simulate_oneself():
     assert set(found.fitting) == set(SCHEDULES) - {"fill-drain", "forward-only"}
     assert not found.others
     for name, result in found.fitting.items():
-        share = costs.divided(SCHEDULES[name].stages_per_worker)
+        share = costs.placed((0,) * SCHEDULES[name].stages_per_worker)
         schedule = build(name, workers=4, chunks=6, costs=share)
         assert result.makespan == simulate(schedule, share).makespan
     times = [result.makespan for result in found.fitting.values()]

@@ -10,6 +10,6 @@ def test_text_on_every_shade_is_readable():
 
     for row in KINDS.values():
         for depth in range(5):
-            fill, ink, _ = cell_colors("action", row.color, 0, depth)
+            fill, ink, _ = cell_colors(row.color, 0, depth)
             dark, bright = sorted((light(fill), light(ink)))
             assert bright / dark > 4.3

@@ -91,8 +91,6 @@ def test_the_second_stage_of_a_worker_is_darker():
 
 def test_labels():
     assert {label for *_, label in cells(svg(predicted(2, 2)))} == {"0", "1"}
-    assert "F1,0" in {label for *_, label in cells(svg(predicted(2, 2), labels="stage"))}
-    assert {label for *_, label in cells(svg(predicted(2, 2), labels="none"))} == {""}
     assert {label for *_, label in cells(svg(predicted(2, 300)))} == {""}, "too narrow"
 
 
@@ -113,8 +111,7 @@ def test_memory_strip_only_where_memory_is_known():
     unknown = svg(predicted(2, 2, activation=0))
     assert "memory" in words(known)
     assert not any("memory" in word or "peak" in word for word in words(unknown))
-    assert "memory" not in words(svg(predicted(2, 2), memory=False))
-    assert "peak 2" in words(svg(predicted(2, 2), colors="worker", memory=True))
+    assert "memory" not in words(svg(predicted(2, 2), colors="worker"))
 
 
 @settings(deadline=None, max_examples=10)
@@ -172,7 +169,6 @@ def test_refers_to_nothing_outside_and_brings_its_own_paper():
         ([], {}, "no timeline was given"),
         ([Timeline((), 1), Timeline((), 1, unit="s")], {}, "have no common axis"),
         (Timeline((), 1), {"colors": "stage"}, "colors is 'stage': wanted one of 'action', 'worker'"),
-        (Timeline((), 1), {"labels": "all"}, "labels is 'all': wanted one of 'stage', 'micro_batch', 'none', None"),
     ],
 )
 def test_refuses(arguments, options, message):
