@@ -1,6 +1,5 @@
 """Names in the state dict of a pipe of a model's parts are the model's own, wherever it was cut."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +98,5 @@ def test_a_checkpoint_of_one_cut_is_loaded_into_another(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of what torch.compile imports
 def test_a_compiled_part_has_the_same_names() -> None:
     layers = to_sequential(Net(), BATCH, balance=[2, 2])
-    names = list(Pipe(copy.deepcopy(layers), devices=["cpu"]).state_dict())
     layers[1] = torch.compile(layers[1])
-    assert list(Pipe(layers, devices=["cpu"]).state_dict()) == names
+    assert Pipe(layers, devices=["cpu"]).state_dict().keys() == Net().state_dict().keys()

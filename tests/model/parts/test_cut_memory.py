@@ -49,22 +49,12 @@ def test_what_is_added_to_the_base(kind: type[nn.Linear], schedule: str) -> None
     pipe = attached(model, BATCH, chunks=CHUNKS, balance=[3, 3], schedule=schedule, checkpoint="never")
     after = held()
     assert sum(after.values()) - sum(before.values()) < adapters  # the pipe copies no parameter
-    prediction = pipe.predict(**BATCH, target=BATCH["labels"], timeout=0)
-    assert sum(stage.weights for stage in prediction.stages) == adapters + base
-    assert sum(stage.gradients for stage in prediction.stages) == adapters
-
     with pipe.record() as recording:
         loss_in(model(**BATCH)).backward()
     kept = [recording.timeline().peak_memory(worker) for worker in range(2)]
-    assert kept == pytest.approx(list(prediction.simulation.peak_memory), rel=0.05)
     assert kind is PackedLinear or sum(kept) < base / 4  # without the weights, although backward reads them
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert sum(gradient.nbytes for gradient in gradients) == adapters
     del recording
     grown = sum(size for place, size in held().items() if place not in after)
     assert grown < 1.5 * adapters  # nothing else of this size stays
-
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
-    optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    assert sum(value.nbytes for value in states) == 2 * adapters

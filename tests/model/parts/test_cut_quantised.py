@@ -62,14 +62,10 @@ def test_a_checkpoint_has_the_bytes_and_their_scales(tmp_path: Path) -> None:
     assert loss_in(models[1](**batch)).item() == losses[1]
 
 
-def test_a_wrapper_is_in_no_checkpoint(tmp_path: Path) -> None:
-    model = Quantised(EightLinear)
-    pipe = attached(model, batch_of(Quantised), balance=[3, 3])
+def test_a_wrapper_is_in_no_checkpoint_and_weights_without_values_are_refused(tmp_path: Path) -> None:
+    pipe = attached(Quantised(EightLinear), batch_of(Quantised), balance=[3, 3])
     with pytest.raises(TypeError, match=r"inner\.base_layer\.weight' cannot be saved .*: it is a Eight, whose data"):
         save_checkpoint(tmp_path, pipe, step=1)
-
-
-def test_weights_without_values_are_refused() -> None:
     with torch.device("meta"):
         model = Quantised(PackedLinear)
     message = r"blocks\.0\.inner\.base_layer\.weight is a Packed on the meta device.*load such weights before"

@@ -33,26 +33,16 @@ class Net(nn.Module):
         return x * self.scale + self.shift
 
 
-def copied(local: list[str], reads: list[str]) -> tuple[Net, Any]:
+def test_a_part_has_twins_of_its_units_and_the_parameters_that_it_reads() -> None:
     model = Net()
-    skeleton = Skeleton(model, find_units(model), Adapter())
-    return model, skeleton.copy({*local, *reads})[0]
-
-
-def test_units_here_are_twins_and_others_absent_units() -> None:
-    model, part = copied(["blocks.1"], [])
-    assert [isinstance(each, Unit) for each in part.blocks] == [True] * 3
-    assert [type(each) is AbsentUnit for each in part.blocks] == [True, False, True]
+    part: Any = Skeleton(model, find_units(model), Adapter()).copy({"blocks.1", "scale"})[0]
+    assert [(isinstance(each, Unit), type(each) is AbsentUnit) for each in part.blocks] == [
+        (True, True), (True, False), (True, True),
+    ]  # fmt: skip
     assert part.blocks[1].weight is model.blocks[1].weight
     assert part.alias[0] is part.blocks[1], "what refers to a unit refers to its twin"
-    assert {id(each) for each in part.parameters()} == {id(each) for each in model.blocks[1].parameters()}
-
-
-def test_a_part_has_the_parameters_that_it_reads_and_shares_other_attributes() -> None:
-    model, part = copied([], ["scale"])
-    assert isinstance(part, Container)
-    assert type(part).__name__ == "Net"
-    assert part.scale is model.scale
+    assert {id(each) for each in part.parameters()} == {*map(id, (*model.blocks[1].parameters(), model.scale))}
+    assert (isinstance(part, Container), type(part).__name__) == (True, "Net")
     assert (list(part._parameters), list(part.elsewhere)) == (["scale"], ["shift"])
     assert (part.settings is model.settings, part.mask is model.mask, part.alias is model.alias) == (True, True, False)
 
