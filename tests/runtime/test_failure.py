@@ -12,18 +12,12 @@ def test_only_the_first_error_is_kept_and_it_wakes_the_others_once() -> None:
     woken: list[bool] = []
     failure = Failure(lambda: woken.append(failure.happened))
     first = ValueError("first")
+    add_note(first, "stage 1, micro-batch 2, action F")  # a note stands on an error once
     failure.report(first, Action("F", 1, 2))
     failure.report(ValueError("second"), Action("B", 0, 0))
     assert woken == [True]
     assert failure.error is first
     assert first.__notes__ == ["pipework: stage 1, micro-batch 2, action F"]
-
-
-def test_a_note_stands_on_an_error_once() -> None:
-    error = ValueError()
-    add_note(error, "in layer '0'")
-    add_note(error, "in layer '0'")
-    assert error.__notes__ == ["pipework: in layer '0'"]
 
 
 def test_the_error_that_explains_the_first_one_is_raised() -> None:

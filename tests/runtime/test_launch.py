@@ -1,6 +1,7 @@
 """The loop over actions, and the two launchers: both compute the same, and one has a single thread."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -86,19 +87,21 @@ class Threads(nn.Module):
 @pytest.mark.parametrize(
     ("schedule", "checkpoint"), [("gpipe", "except_last"), ("interleaved-1f1b", "never"), ("zb-v", "except_last")]
 )
-def test_gradients_are_those_of_a_thread_each(schedule: str, checkpoint: str) -> None:
+def test_one_thread_and_a_mode_compute_what_a_thread_for_each_does(schedule: str, checkpoint: str) -> None:
     x, y = torch.randn(8, 6), torch.randn(8, 6)
-    found = []
-    for debug in ((), "one_thread"):
-        pipe = Pipe(
-            model(), 4, checkpoint, schedule=schedule, loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2,
-            debug=debug,
-        )  # fmt: skip
+    counter, found = FlopCounterMode(display=False), []
+    for debug, mode in ((), nullcontext()), ("one_thread", nullcontext()), ((), counter):
+        options = {"schedule": schedule, "loss_fn": nn.functional.mse_loss, "devices": ["cpu"] * 2, "debug": debug}
+        pipe = Pipe(model(), 4, checkpoint, **options)
         torch.manual_seed(7)
-        loss = pipe(x, target=y)
-        loss.backward()
+        with mode, pipe.record() as recording:
+            loss = pipe(x, target=y)
+            loss.backward()
         found.append([loss.detach(), *(parameter.grad for parameter in pipe.parameters())])
-    assert all(map(torch.equal, *found))
+        recorded = {(each.worker, each.action.kind) for each in recording.timeline().intervals}
+        assert recorded >= {(worker, "F") for worker in (0, 1)}
+    assert all(all(map(torch.equal, found[0], others)) for others in found[1:])
+    assert counter.get_total_flops() > 0  # a mode sees every operator
 
 
 def test_all_layers_run_on_one_thread_with_all_cores_and_an_error_names_its_place() -> None:
@@ -117,15 +120,3 @@ def test_all_layers_run_on_one_thread_with_all_cores_and_an_error_names_its_plac
     pipe(torch.ones(4, 2)).sum().backward()
     assert set.union(*(layer.seen for layer in layers)) == {"pipework worker 0"}
     assert set.union(*(layer.intra_op for layer in layers)) == {torch.get_num_threads()}
-
-
-def test_modes_see_every_operator_and_actions_are_recorded() -> None:
-    pipe = Pipe(model(), 4, schedule="1f1b", loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2)
-    x = torch.randn(8, 6)
-    pipe(x, target=x).backward()
-    with FlopCounterMode(display=False) as counter, pipe.record() as timeline:
-        pipe(x, target=x).backward()
-    assert counter.get_total_flops() > 0
-    assert {(each.worker, each.action.kind) for each in timeline.timeline().intervals} >= {
-        (worker, kind) for worker in (0, 1) for kind in "FB"
-    }

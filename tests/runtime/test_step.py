@@ -11,34 +11,23 @@ from pipework import Pipe
 from pipework.autograd.weight_split.store import WeightGradientStore
 from pipework.runtime.stage.memory_meter import MemoryMeter
 
-X, Y = torch.ones(4, 2), torch.zeros(4, 2)
 
+def test_halves_are_learned_and_parameters_looked_for_with_the_lock_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = Pipe(layers, 2, balance=[1, 1], devices=["cpu", "cpu"], schedule="zb-h1", loss_fn=F.mse_loss)
+    held: list[tuple[str, bool]] = []
 
-def two_stages(**options: Any) -> Pipe:
-    return Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, balance=[1, 1], devices=["cpu", "cpu"], **options)
+    def noted(owner: type, name: str) -> None:
+        function = getattr(owner, name)
 
+        def call(self: Any, *given: Any) -> None:
+            held.append((name, pipe._executor.engine_in_use().lock.locked()))
+            function(self, *given)
 
-def test_what_a_step_has_learned_of_the_halves_is_noted_with_the_lock_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe, held, learn = two_stages(schedule="zb-h1", loss_fn=F.mse_loss), [], WeightGradientStore.learn
+        monkeypatch.setattr(owner, name, call)
 
-    def noted(self: WeightGradientStore, *found: Any) -> None:
-        held.append(pipe._executor.engine_in_use().lock.locked())
-        learn(self, *found)
-
-    monkeypatch.setattr(WeightGradientStore, "learn", noted)
-    pipe(X, target=Y)
-    assert held == [True, True]
-
-
-def test_the_memory_meter_looks_for_parameters_and_buffers_with_the_lock_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe, held = two_stages(), []
-
-    class Noted(MemoryMeter):
-        def __init__(self, persistent: list[torch.Tensor]) -> None:
-            held.append(pipe._executor.engine_in_use().lock.locked())
-            super().__init__(persistent)
-
-    monkeypatch.setattr("pipework.runtime.step.MemoryMeter", Noted)
+    noted(MemoryMeter, "__init__")
+    noted(WeightGradientStore, "learn")
     with pipe.record():
-        pipe(X)
-    assert held == [True, True]
+        pipe(torch.ones(4, 2), target=torch.zeros(4, 2))
+    assert held == [("__init__", True)] * 2 + [("learn", True)] * 2
