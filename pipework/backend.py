@@ -151,8 +151,6 @@ class Backend:
         is_whole: whether this process has all stages, so that no worker waits for another process.
         is_first: whether this process has the first stage, and reads the inputs.
         is_last: whether this process has the last stage, and reads the targets.
-        data_parallel_rank: the replica that this process belongs to.
-        data_parallel_size: the number of replicas.
         tied_stages: for each parameter that stages of several processes use, these stages.
 
     Example:
@@ -161,7 +159,6 @@ class Backend:
     """
 
     is_whole = is_first = is_last = True
-    data_parallel_rank, data_parallel_size = 0, 1
     tied_stages: Sequence[tuple[int, ...]] = ()
 
     def __init__(self, devices: Sequence[int | str | torch.device] | None = None) -> None:

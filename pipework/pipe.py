@@ -159,7 +159,7 @@ class Pipe(Layers):
             assignment = assign(module, settings.schedule, settings.chunks, settings.balance, backend.devices)
             here = backend.own_stages(assignment)
         # Of several processes all have the same doubts, and one says so.
-        if self._warns and backend.data_parallel_rank == 0 and 0 in (here or [0]):
+        if self._warns and backend.ranks.replica == 0 and 0 in (here or [0]):
             _warn_of_doubts(assignment, settings)
         # 3. The layers go there; this process is the container of its own.
         if settings.deferred_batch_norm:
@@ -222,12 +222,12 @@ class Pipe(Layers):
     @property
     def data_parallel_rank(self) -> int:
         """Which of several replicas of the pipe this process belongs to; see `sampler`."""
-        return self._backend.data_parallel_rank
+        return self._backend.ranks.replica
 
     @property
     def data_parallel_size(self) -> int:
         """How many replicas of the pipe there are, each of which is to be given other data."""
-        return self._backend.data_parallel_size
+        return self._backend.ranks.replicas
 
     def sampler(
         self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False

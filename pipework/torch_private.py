@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
     from torch.distributed.distributed_c10d import Store
-    from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
@@ -406,29 +405,39 @@ def any_modes() -> bool:
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
-def function_modes() -> list[TorchFunctionMode]:
-    """The calling thread's modes, outermost first, but not a default device."""
-    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [mode for mode in modes if type(mode) is not torch.utils._device.DeviceContext]
+_dispatch_modes: Callable[[], list[Any]]
+_dispatch_modes = _private("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 
 
-dispatch_modes: Callable[[], list[TorchDispatchMode]]
-dispatch_modes = _private("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
-"""The same for modes that see the operators below autograd."""
+def modes() -> list[Any]:
+    """The calling thread's modes, outermost first, but not a default device.
+
+    First those that see calls of functions, then those that see the operators below autograd.
+    """
+    if not any_modes():  # the usual case
+        return []
+    functions = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [mode for mode in functions if type(mode) is not torch.utils._device.DeviceContext] + _dispatch_modes()
 
 
 @contextlib.contextmanager
-def modes_pushed(function: Iterable[TorchFunctionMode], dispatch: Iterable[TorchDispatchMode]) -> Iterator[None]:
-    """Puts modes on the calling thread's stacks, without the `with` at which a counter would start from zero."""
+def modes_pushed(pushed: Iterable[Any]) -> Iterator[None]:
+    """Puts modes on the calling thread's stacks, without the `with` at which a counter would start from zero.
+
+    Args:
+        pushed: what `modes` gave on another thread.
+    """
     stacks = torch.utils._python_dispatch
     with contextlib.ExitStack() as stack:
-        for function_mode in function:
-            torch.overrides._push_mode(function_mode)  # type: ignore[no-untyped-call]
-            stack.callback(torch.overrides._pop_mode)
-        for mode in dispatch:
-            stacks._push_mode(mode)
-            # Most modes have no key of their own; those of PyTorch's infrastructure have.
-            stack.callback(stacks._pop_mode, getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None))
+        for mode in pushed:
+            if isinstance(mode, torch.overrides.TorchFunctionMode):
+                torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+                stack.callback(torch.overrides._pop_mode)
+            else:
+                stacks._push_mode(mode)
+                # Most modes have no key of their own; those of PyTorch's infrastructure have.
+                key = getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None)
+                stack.callback(stacks._pop_mode, key)
         yield
 
 

@@ -236,4 +236,4 @@ def test_modes_of_two_threads_leave_no_trace() -> None:
     first_left.set()
     thread.join()
     assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
-    assert torch_private.dispatch_modes() == []
+    assert torch_private.modes() == []

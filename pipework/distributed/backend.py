@@ -73,8 +73,6 @@ class DistributedBackend(PeerGroup):
                 "devices is for workers that are threads: with a mesh, each process has its device already"
             )
         super().__init__(mesh_of(mesh))
-        self.data_parallel_rank = self.mesh.data_parallel_rank
-        self.data_parallel_size = self.mesh.data_parallel_size
         self._own: Sequence[nn.Sequential] = ()  # the partitions of this process
         self._local_names: frozenset[str] = frozenset()
         self._must_compare = False  # whether the replicas are compared before the first action of this run
@@ -178,7 +176,7 @@ class DistributedBackend(PeerGroup):
         """The program with sends, receives and reductions."""
         hops = [pair for skip in skips for pair in skip.hops]
         # What is sharded over a single replica is reduced, too.
-        reduces = self.data_parallel_size > 1 or bool(fsdp_modules(self._own))
+        reduces = self.mesh.data_parallel_size > 1 or bool(fsdp_modules(self._own))
         return program.across(hops, reduces=reduces, whole_stages=self.mesh.whole_stages)
 
     # ---- a call -----------------------------------------------------------------------------------------------------

@@ -1,12 +1,8 @@
-"""The thread-local settings and modes of PyTorch: captured on the caller's thread and entered on workers.
+"""The thread-local settings of PyTorch: captured on the caller's thread and entered on workers.
 
 A new thread inherits neither grad mode, inference mode, autocast, saved-tensor hooks nor the default device. Without
 them a layer would compute something else on a worker than on the caller's thread.
-
-A mode sees every operator of its thread: `torch.utils.flop_counter.FlopCounterMode` counts them, debugging modes print
-them, others replace them. Each thread has a stack of modes, so a mode of the caller would see nothing on a worker. A
-mode is the user's object, written for one thread: while there is one, one thread executes the actions of all workers.
-The settings are always those around the forward. The modes in a backward are those around `loss.backward()`.
+The settings are always those around the forward.
 """
 
 from __future__ import annotations
@@ -21,12 +17,8 @@ from pipework import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
-    from torch.overrides import TorchFunctionMode
-
-    from pipework.torch_private import TorchDispatchMode
 
 
 class CallerContext(NamedTuple):
@@ -102,30 +94,3 @@ class CallerContext(NamedTuple):
             for kind, _, _ in self.autocasts:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             yield
-
-
-class Modes(NamedTuple):
-    """The modes of the thread that called `capture`, outermost first.
-
-    Attributes:
-        function: `TorchFunctionMode`s, which see calls of PyTorch's functions.
-        dispatch: `TorchDispatchMode`s, which see the operators that those functions are made of.
-    """
-
-    function: tuple[TorchFunctionMode, ...]
-    dispatch: tuple[TorchDispatchMode, ...]
-
-    @classmethod
-    def capture(cls) -> Modes:
-        """Reads the current thread's modes. A default device, which is a mode too, belongs to `CallerContext`."""
-        if not torch_private.any_modes():  # the usual case
-            return cls((), ())
-        return cls(tuple(torch_private.function_modes()), tuple(torch_private.dispatch_modes()))
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self.function or self.dispatch)
-
-    def entered(self) -> AbstractContextManager[None]:
-        """Puts the modes on the current thread's stacks."""
-        return torch_private.modes_pushed(self.function, self.dispatch)

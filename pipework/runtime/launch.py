@@ -9,6 +9,11 @@
     waits for the messages of other workers            each message is sent before it is received
 
 Each schedule runs either way, and computes the same numbers. A further launcher is a function beside these two.
+
+A mode sees every operator of its thread: `torch.utils.flop_counter.FlopCounterMode` counts them, debugging modes print
+them, others replace them. Each thread has a stack of modes, so a mode of the caller would see nothing on a worker. A
+mode is the user's object, written for one thread: while there is one, one thread executes the actions of all workers.
+The modes in a backward are those around `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from pipework import torch_private
 from pipework.autograd.aliases import standing_in
 from pipework.runtime.failure import Stopped
 from pipework.runtime.random import kernels
@@ -82,7 +88,7 @@ class ThreadRun:
                 if self._spec.in_context:
                     stack.enter_context(self._spec.step.context.entered())
                 if self._spec.modes:
-                    stack.enter_context(self._spec.modes.entered())
+                    stack.enter_context(torch_private.modes_pushed(self._spec.modes))
                 self._execute()
         except Stopped:
             pass

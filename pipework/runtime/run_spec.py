@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from pipework.autograd.batch_versions import BatchVersions
-    from pipework.runtime.caller_context import CallerContext, Modes
+    from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.engine import Engine
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
@@ -61,7 +61,7 @@ class RunSpec(NamedTuple):
         engine: the stages and workers.
         program: the schedule.
         runs: the stages of this process, by number.
-        modes: of the calling thread.
+        modes: of the calling thread, see `torch_private.modes`.
         forward: whether layers go forward, so that this is the mini-batch's first run.
         differentiates: whether they go backward, so that gradients are complete afterwards.
         retain_graph: whether the graphs are needed once more.
@@ -71,7 +71,7 @@ class RunSpec(NamedTuple):
     engine: Engine
     program: Program
     runs: Mapping[int, StageRun]
-    modes: Modes
+    modes: Sequence[Any]
     forward: bool
     differentiates: bool
     retain_graph: bool
@@ -97,8 +97,7 @@ class RunSpec(NamedTuple):
     def one_thread(self) -> bool:
         """Whether one thread executes the actions of all workers of this process: the one place that decides.
 
-        There is a single worker, or the pipe was made so (`debug="one_thread"`), or the caller has a mode, which is an
-        object that was written for one thread.
+        There is a single worker, or the pipe was made so (`debug="one_thread"`), or the caller has a mode.
         """
         return len(self.engine.devices) == 1 or self.engine.one_thread or bool(self.modes)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextvars
 from typing import TYPE_CHECKING, Any
 
+from pipework import torch_private
 from pipework.autograd.tied_gradients import tied_gradients
-from pipework.runtime.caller_context import Modes
 from pipework.runtime.random import kernels
 from pipework.runtime.random.shards import install_for_dtensors
 from pipework.runtime.random.unseen_draws import generators_given_up
@@ -175,8 +175,9 @@ class Step:
     ) -> tuple[list[Message], list[Message]]:
         """Runs the workers once; see `PipeRun`."""
         versions = self._spec.versions
+        modes = torch_private.modes()
         spec = RunSpec(
-            self._spec, self._engine, self._program, self._runs, Modes.capture(), forward, differentiates, retain_graph
+            self._spec, self._engine, self._program, self._runs, modes, forward, differentiates, retain_graph
         )
         run = PipeRun(spec)
         run.execute(sent, contextvars.copy_context() if forward or self._variables is None else self._variables)

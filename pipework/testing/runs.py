@@ -261,8 +261,8 @@ class Runs:
     def rounds(self) -> bool:
         """Whether gradients are added in another order than by the plain model, so that their last bits may differ."""
         backend = self.pipe._backend
-        powers = 2 ** (backend.data_parallel_size - 1).bit_length()
-        return self.attached is not None or bool(backend.tied_stages) or powers != backend.data_parallel_size
+        powers = 2 ** (backend.ranks.replicas - 1).bit_length()
+        return self.attached is not None or bool(backend.tied_stages) or powers != backend.ranks.replicas
 
     @property
     def named_modules(self) -> dict[str, nn.Module]:

@@ -17,7 +17,6 @@ from torch.func import functional_call
 
 from pipework import torch_private
 from pipework.model.row_warnings import IGNORE
-from pipework.runtime.caller_context import Modes
 from pipework.runtime.random.unseen_draws import generators_left_alone
 from pipework.values import nested
 from pipework.values.nested import same
@@ -43,7 +42,7 @@ def loss_warnings(settings: LossSettings, loss: InnerLoss, rows: Sequence[int]) 
         rows: of the micro-batches.
     """
     seen, loss.seen = loss.seen or [], None
-    if len(seen) == 2 and not Modes.capture():  # a mode of the caller's may count calls
+    if len(seen) == 2 and not torch_private.modes():  # a mode of the caller's may count calls
         # The step has succeeded, whatever the function makes of outputs that no layer has returned.
         with contextlib.suppress(Exception), torch.no_grad(), generators_left_alone([seen[0].value.device], 0):
             found = _warning(settings, loss, seen, rows)

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from pipework import torch_private
 from pipework.autograd import boundary
-from pipework.runtime.caller_context import Modes
 from pipework.runtime.stage.kept import Inputs
 
 if TYPE_CHECKING:
@@ -236,7 +235,7 @@ class RecomputeCheck:
             return
         wanted, self._looks = next(self._looks, None) is not None, None
         # A mode of the caller's around one of the two passes changes the output of that one alone.
-        if wanted and not Modes.capture() and all(type(output) is Tensor and _comparable(output) for output in outputs):
+        if wanted and not torch_private.modes() and all(type(each) is Tensor and _comparable(each) for each in outputs):
             self._micro_batch = micro_batch
             self._kept = tuple([output.detach().clone() for output in outputs])  # a later stage may write to them
 
@@ -255,7 +254,7 @@ class RecomputeCheck:
             return
         kept = self._kept
         self.clear()
-        if Modes.capture():
+        if torch_private.modes():
             return
         if len(kept) != len(outputs) or not all(map(_same, kept, outputs)):
             raise RuntimeError(
