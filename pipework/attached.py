@@ -288,23 +288,6 @@ def _leave_to_others(model: nn.Module, pipe: Pipe, layers: nn.Sequential, cuttab
     )
     if len(here) < len(layers):
         model.__dict__["named_parameters"] = functools.partial(own_parameters, model)
-        model.__dict__["to"] = functools.partial(_moved, model)
-
-
-def _moved(model: nn.Module, *arguments: Any, **keywords: Any) -> nn.Module:
-    """In place of the method `to` of a model whose layers are in several processes; moves what can be moved.
-
-    Raises:
-        RuntimeError: layers of other processes have no values here.
-    """
-    try:
-        return type(model).to(model, *arguments, **keywords)
-    except NotImplementedError:
-        raise RuntimeError(
-            f"layers of this {type(model).__name__} are in other processes, and it cannot be moved: the pipe "
-            "has placed it. transformers' Trainer and Accelerate would move it: train with "
-            "pipework.integrations.trainer.PipeTrainer, or leave the model out of accelerator.prepare()"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -419,8 +402,7 @@ class AttachedForward:
         model, target = attached.model, attached.target
         if arguments and arguments[0] is model:  # Accelerate binds what it takes out of its wrapper again
             arguments = arguments[1:]
-        if attached.adapter.is_generating(keywords):
-            self._refuse_to_generate()
+        if attached.adapter.is_generating(keywords):  # with a cache, the model runs by itself, and needs all layers
             return type(model).forward(model, *arguments, **keywords)
         scale = None if "loss_scale" in self.__signature__.parameters else keywords.pop("loss_scale", None)
         arguments, keywords, names = attached.call_of(pipe, arguments, keywords)
@@ -434,14 +416,3 @@ class AttachedForward:
         if result is None:
             result = attached.adapter.form(copy.copy(self._form), names)
         return self._place.put(loss, result)
-
-    def _refuse_to_generate(self) -> None:
-        """Raises a RuntimeError if other processes have some of the units: with a cache the model runs by itself."""
-        pipe, name = self._pipe, type(self._attached.model).__name__
-        if len(pipe) < sum(pipe.balance):
-            raise RuntimeError(
-                f"{name} was called with a cache, as generate() does, which needs all layers in one process, and this "
-                f"one has {len(pipe)} of {sum(pipe.balance)} stages: write the model with "
-                "pipework.save_pretrained(pipe, folder) on all ranks, and generate with from_pretrained(folder); or "
-                "call generate(..., use_cache=False) on all ranks, which runs in the pipe"
-            )

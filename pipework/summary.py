@@ -9,8 +9,6 @@ from pipework.schedule.draw.units import aligned, counted
 from pipework.values.dtensor import is_over_processes, local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pipework.pipe import Pipe
 
 
@@ -19,8 +17,7 @@ def table(pipe: Pipe) -> str:
 
     For a partition in another process, only its rank and number of layers are known. If layers are sharded, a column
     says how much of them is in this process. The bubble is the idle share of the workers' time if all partitions take
-    equally long and a backward takes twice as long as a forward. A last line says which partitions share parameters
-    from process to process.
+    equally long and a backward takes twice as long as a forward.
     """
     heading = f"Pipe: {counted(sum(pipe.balance), 'layer')} in {counted(len(pipe.balance), 'partition')}"
     if not pipe.balance:
@@ -52,7 +49,7 @@ def table(pipe: Pipe) -> str:
         f"schedule {schedule.name}, {counted(pipe.chunks, 'chunk')}, checkpoint {pipe.checkpoint!r}, "
         f"bubble {simulate(schedule).bubble:.1%} if all partitions take equally long"
     )
-    return "\n".join([heading, *aligned(rows, left={1, 2}), summary, *_tied(pipe._backend.tied_stages)])
+    return "\n".join([heading, *aligned(rows, left={1, 2}), summary])
 
 
 def readable_bytes(size: float) -> str:
@@ -66,19 +63,3 @@ def readable_bytes(size: float) -> str:
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
-
-
-def _tied(stages: Sequence[tuple[int, ...]]) -> list[str]:
-    """A line for all parameters whose gradient is not bitwise that of the plain model.
-
-    Example:
-        >>> _tied([(0, 2), (0, 1, 2)])[0][:70]
-        'partitions 0, 1, 2 share 2 parameters in different processes: the last'
-    """
-    if not stages:
-        return []
-    which = ", ".join(map(str, sorted({stage for each in stages for stage in each})))
-    return [
-        f"partitions {which} share {counted(len(stages), 'parameter')} in different processes: the last bit of the "
-        "gradient may differ from the un-partitioned model's"
-    ]

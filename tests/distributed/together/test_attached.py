@@ -218,10 +218,7 @@ def test_what_a_rank_without_all_units_refuses(mesh: Mesh) -> None:
         (text, lambda: model.get_submodule(gone).state_dict()),
         (saves, model.state_dict),
         (saves, lambda: copy.deepcopy(model)),
-        (
-            r"layers of this Net are in other processes, and it cannot be moved.*PipeTr",
-            lambda: model.to("cpu"),
-        ),
+        (r"Cannot copy out of meta tensor", lambda: model.to("cpu")),
         (
             r"Load a state dict into the model before the pipe is made",
             lambda: model.load_state_dict(pipe.state_dict()),
@@ -249,7 +246,7 @@ def test_what_a_model_of_transformers_refuses_without_all_units(mesh: Mesh, fold
     model, batch = model_of("llama"), batch_of("llama")
     pipework.attach(model, batch, chunks=2, mesh=mesh)
     model.eval()
-    with pytest.raises(RuntimeError, match=r"from_pretrained\(folder\)"):
+    with pytest.raises(RuntimeError, match=r"has no values in this process: .*pipework\.save_pretrained"):
         model.generate(batch["input_ids"], max_new_tokens=2)
     with pytest.raises(RuntimeError, match=r"pipework\.save_pretrained writes a model of transformers"):
         model.save_pretrained(Path(folder) / str(mesh.rank))
