@@ -16,7 +16,8 @@ from benchmarks.memory.live import ON_ITS_WAY, LiveStorages
 from pipework.backend import Backend
 from pipework.pipe import Pipe
 from pipework.runtime.run_spec import RunSpec
-from pipework.runtime.transport import LocalEndpoint, preceded
+from pipework.runtime.stage.actions import chained
+from pipework.runtime.transport import LocalEndpoint
 from pipework.schedule import Action
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class WatchedEndpoint:
 
     def handlers(self, of_stage: Mapping[str, Handler]) -> Mapping[str, Handler]:
         """See `pipework.runtime.transport.Endpoint`."""
-        return {kind: preceded(self._begins, handle) for kind, handle in of_stage.items()}
+        return {kind: chained(self._begins, handle) for kind, handle in of_stage.items()}
 
 
 class WatchedBackend(Backend):

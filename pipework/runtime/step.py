@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pipework.runtime.engine import Engine
     from pipework.runtime.program import Program
     from pipework.runtime.run_spec import StepSpec
-    from pipework.runtime.stage.stage import Stage
     from pipework.runtime.transport import Message
 
 
@@ -56,7 +55,7 @@ class Step:
         self._failed = False
         engine.workers.refuse_caller()
         with engine.lock:  # while workers run for another thread, the slots hold what is theirs
-            self._runs = {index: self._stage_run(stage) for index, stage in engine.stages.items()}
+            self._runs = {index: StageRun(stage, program, spec) for index, stage in engine.stages.items()}
             for run in self._runs.values():
                 engine.refuse_collectives(run.aliases.dtensor, run.sharded)
             ties = tied_gradients({number: run.aliases for number, run in self._runs.items()}, engine.link)
@@ -67,20 +66,6 @@ class Step:
         if any(run.draws for run in self._runs.values()):
             kernels.install(each.device for each in engine.accelerators)
             install_for_dtensors()
-
-    def _stage_run(self, stage: Stage) -> StageRun:
-        spec, program, index = self._spec, self._program, stage.index
-        return StageRun(
-            stage,
-            spec.context,
-            program.checkpointed[index],
-            own_leaves=spec.own_leaves,
-            sends_gradients=index > 0 or spec.input_gradients,
-            check_finite=spec.check_finite,
-            splits=index in program.schedule.split_stages,
-            loss=spec.loss if index == len(self._engine.placement) - 1 else None,
-            batch=spec.versions if index == 0 and spec.loss is None else None,
-        )
 
     def _count_memory(self) -> None:
         """Gives each worker's stages a meter."""

@@ -30,14 +30,13 @@ from pipework.runtime.stage.stage_forward import StageForward
 from pipework.schedule.kinds import KINDS, ActionKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Set
+    from collections.abc import Callable
 
-    from pipework.autograd.batch_versions import BatchVersions
     from pipework.autograd.tied_gradients import TiedGradients
-    from pipework.runtime.caller_context import CallerContext
+    from pipework.runtime.program import Program
     from pipework.runtime.random.streams import RandomStream
     from pipework.runtime.random.unseen_draws import Hold
-    from pipework.runtime.stage.loss import InnerLoss
+    from pipework.runtime.run_spec import StepSpec
     from pipework.runtime.stage.memory_meter import MemoryMeter
     from pipework.runtime.stage.stage import Stage
     from pipework.runtime.stage.stage_backward import Backward
@@ -50,14 +49,8 @@ class StageRun:
 
     Args:
         stage: the stage.
-        context: the caller's settings.
-        checkpointed: the micro-batches that are recomputed.
-        own_leaves: see `Step`.
-        sends_gradients: whether the gradients of inputs are sent to the stage before, or to the caller.
-        check_finite: whether NaN and infinities are errors.
-        splits: whether the schedule has I and W for this stage.
-        loss: computed after the layers; None: by no or by another stage.
-        batch: see `InPlaceChanges`.
+        program: the schedule.
+        spec: the mini-batch.
 
     Attributes:
         stage: as above.
@@ -77,32 +70,24 @@ class StageRun:
         tied: the gradients of parameters that other stages of this process use, too; None: there are none.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        context: CallerContext,
-        checkpointed: Set[int],
-        *,
-        own_leaves: frozenset[int],
-        sends_gradients: bool,
-        check_finite: bool,
-        splits: bool = False,
-        loss: InnerLoss | None = None,
-        batch: BatchVersions | None = None,
-    ) -> None:
+    def __init__(self, stage: Stage, program: Program, spec: StepSpec) -> None:
+        is_first, is_last = stage.index == 0, stage.index == program.schedule.stages - 1
+        loss = spec.loss if is_last else None
         self.stage = stage
-        self._context = context
-        self.trains = context.grad
-        self.checkpointed = checkpointed if self.trains and stage.training else frozenset[int]()
-        self._sends_gradients = sends_gradients
-        self._check_finite = check_finite
+        self._context = spec.context
+        self.trains = spec.context.grad
+        recomputes = self.trains and stage.training
+        self.checkpointed = program.checkpointed[stage.index] if recomputes else frozenset[int]()
+        self._sends_gradients = not is_first or spec.input_gradients
+        self._check_finite = spec.check_finite
         if self.trains:
             refuse_untrainable(stage.doubtful, recomputes=bool(self.checkpointed))
         stage.refresh()
         self.draws = any(map(may_draw, stage.modules)) or (loss is not None and function_may_draw(loss.function))
         self._stray = stage.stray_gradients() if self.trains else None
         new_queue = list if self._stray is None else self._stray.new_queue
-        store = WeightGradientStore(stage.deferred, new_queue) if splits and self.trains else None
+        splits = self.trains and stage.index in program.schedule.split_stages
+        store = WeightGradientStore(stage.deferred, new_queue) if splits else None
         self.sharded = stage.fully_sharded()
         self.aliases = Aliases(stage.modules if self.trains else (), store, self._stray, self.sharded)
         self.store = store if self.aliases.any_deferrable else None
@@ -111,7 +96,8 @@ class StageRun:
         self.meter: MemoryMeter | None = None
         self.tied: TiedGradients | None = None
         self.kept = Kept(stage.shares_output, loss is not None)
-        own_leaves = own_leaves if stage.index == 0 else frozenset()
+        own_leaves = spec.own_leaves if is_first else frozenset[int]()
+        batch = spec.versions if is_first and spec.loss is None else None
         self.in_place = InPlaceChanges(stage, own_leaves, batch, self.checkpointed, self.aliases)
         self.recomputation = Recomputation(
             stage,
