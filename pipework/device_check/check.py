@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipework.device_check.training import autocast, first_cases, further_cases, train_pipe, train_plain
+from pipework.device_check.training import FIRST, autocast, cases_of, train_pipe, train_plain
 from pipework.testing.comparison import MOST, Compared, allowed_for, differences, tolerance_of
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def check_devices(
     """
     pairs = [*((device, device) for device in devices), *itertools.permutations(devices, 2)]
     places = [CheckedPlace(source, destination) for source, destination in pairs]
-    drawn = itertools.cycle([(each, further_cases(each.source, each.destination)) for each in places])
-    further = ((place, next(cases)) for place, cases in drawn)
-    first = [(each, case) for each in places for case in first_cases(each.source, each.destination)]
+    drawn = [(each, cases_of(each.source, each.destination)) for each in places]
+    first = [(place, case) for place, cases in drawn for case in itertools.islice(cases, FIRST)]
+    further = ((place, next(cases)) for place, cases in itertools.cycle(drawn))
     start, threads = time.perf_counter(), torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # sums on the CPU depend on the number of threads, and each worker has a share of them

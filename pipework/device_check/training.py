@@ -13,7 +13,7 @@ import math
 import random
 import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
@@ -41,10 +41,12 @@ OVERWRITTEN: Final = (1 << 10, 1 << 12, 1 << 14, 1 << 16)  # numbers of elements
 
 
 CPU: Final = torch.device("cpu")
+FIRST: Final = 6  # cases of each device and link that are always run
+SEED: Final = 2470  # with which they have every setting
 
 _Computed: TypeAlias = tuple[int, Tensor, Tensor, Tensor]  # a step, its loss, its output and its inputs
 
-# From these values further cases are drawn.
+# From these values cases are drawn.
 SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
     "way": ("outside", "gpipe", "1f1b", "zb-h1"),
     "checkpoint": ("never", "except_last", "always"),
@@ -90,42 +92,23 @@ class Case:
         return f"stages on {' '.join(map(str, self.devices))}, batch on {self.batch_on}{others}"
 
 
-def first_cases(source: torch.device, destination: torch.device) -> list[Case]:
-    """The cases that are always run; `source` is `destination` for those of a device.
+def cases_of(source: torch.device, destination: torch.device) -> Iterator[Case]:
+    """Cases without end for a device or a link, whose settings are drawn: the same ones each time.
+
+    Among the first `FIRST` ones is every setting.
 
     Example:
-        >>> [case.way for case in first_cases(CPU, CPU)]
-        ['outside', '1f1b', 'gpipe', 'zb-h1', 'outside', 'zb-h1']
+        >>> [case.way for case in itertools.islice(cases_of(CPU, CPU), FIRST)]
+        ['gpipe', 'zb-h1', 'zb-h1', 'outside', '1f1b', 'outside']
     """
-    if source == destination:
-        here = source
-        return [
-            Case((here,), "outside", "never", here, input_gradient=True),
-            Case((here,) * 2, "1f1b", "except_last", here, delayed="layers"),
-            Case((here,) * 4, "gpipe", "always", here, delayed="caller"),
-            Case((here,) * 2, "zb-h1", "never", here, dropout=False),
-            Case((here,) * 4, "outside", "except_last", here, dropout=False, skip=True, delayed="layers"),
-            Case((here,) * 2, "zb-h1", "always", here, autocast=True, input_gradient=True),
-        ]
-    two = (source, destination)
-    return [
-        Case(two, "1f1b", "except_last", source, input_gradient=True, delayed="copies"),
-        Case(two, "outside", "never", destination, dropout=False, skip=True, delayed="caller"),
-        Case(two, "zb-h1", "always", CPU, pinned=True, delayed="layers"),  # the host does not wait for pinned memory
-        Case((*two, source), "zb-h1", "except_last", source, skip=True, autocast=True),
-    ]
-
-
-def further_cases(source: torch.device, destination: torch.device) -> Iterator[Case]:
-    """Cases without end, whose settings are drawn; the same ones each time."""
-    draw = random.Random(f"{source} {destination}")
-    stages = (1, 2, 3, 4) if source == destination else (2, 3, 4)
+    draw = random.Random(SEED)
     while True:
-        devices = tuple((source, destination)[number % 2] for number in range(draw.choice(stages)))
+        stages = draw.choice((2, 3, 4) if source != destination else (1, 2, 3, 4))
         settings = {name: draw.choice(values) for name, values in SETTINGS.items()}
-        case = Case(devices, batch_on=draw.choice((source, destination)), **settings)
-        pins = {source, destination} != {CPU} and draw.random() < 0.2
-        yield replace(case, batch_on=CPU, pinned=True) if pins else case
+        batch_on, is_pinned = draw.choice((source, destination)), draw.random() < 0.2
+        pinned = is_pinned and {source, destination} != {CPU}
+        devices = tuple((source, destination)[number % 2] for number in range(stages))
+        yield Case(devices, batch_on=CPU if pinned else batch_on, pinned=pinned, **settings)
 
 
 def _long_kernel(device: torch.device) -> Callable[[], None]:

@@ -17,8 +17,7 @@ def run(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def first_case_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = check.first_cases
-    monkeypatch.setattr(check, "first_cases", lambda *place: every(*place)[:1])
+    monkeypatch.setattr(check, "FIRST", 1)
 
 
 def test_the_cpu(capsys: Any) -> None:
@@ -93,7 +92,7 @@ def test_a_terminal_is_shown_what_is_checked(monkeypatch: pytest.MonkeyPatch) ->
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(check_device.sys, "stderr", terminal)
     assert main(["check-device", "--devices", "cpu", "--seconds", "0"]) == 0
-    assert "cpu: stages on cpu, batch on cpu, way outside" in terminal.getvalue()
+    assert "cpu: stages on cpu cpu cpu, batch on cpu, way gpipe" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(
