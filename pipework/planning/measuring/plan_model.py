@@ -101,9 +101,9 @@ def plan(
         timeout: seconds to measure each layer with each number of rows, and to try steps, for each stage of a plan, but
             some steps at least; None: 0.2. Not with a profile.
         progress: called with a line of text for each step; None: lines are logged to "pipework" (INFO).
-        mesh: what `pipework.init()` returned: each worker is a process. All of them call this with the same model and
-            mini-batch; each measures its own device and the link to the next, and all get the same plan. In `memory`,
-            devices are "rank 0" and so on. Steps are not measured. None: workers are threads.
+        mesh: what `pipework.init()` returned: each worker is a process, with a device of one kind. All of them call
+            this with the same model and mini-batch; the first measures the layers, all measure their links, and all get
+            the same plan. Steps are not measured. None: workers are threads.
 
     Returns:
         The plan: `print` it, `save` it, or give it to `Pipe(model, plan=plan)`.
