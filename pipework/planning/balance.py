@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.assignment.minimax import check_partitions, minimax_on_devices, minimax_partition
-from pipework.assignment.partition import Machine, check_initialised, checked_devices, too_few_devices
+from pipework.assignment.partition import Machine, checked_devices, too_few_devices
 from pipework.model import mini_batch
 from pipework.model.sequential import tuple_rule
 from pipework.planning.measuring.links import device_kind
-from pipework.planning.measuring.profile import alone
-from pipework.planning.measuring.stage_copy import Sample, measure_stages
+from pipework.planning.measuring.profile import profile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipework.model.sequential import Device
-    from pipework.planning.measuring.stage_copy import Measured
+    from pipework.planning.profiles import Profile
 
 
 def balance_by_time(
@@ -68,18 +67,12 @@ def balance_by_time(
             raise ValueError(f"some parameter already has gradient: {name!r}; call zero_grad() on the module first")
     if device is not None and devices is not None:
         raise ValueError("give either device=, where everything is timed, or devices=, one for each partition")
-    if devices is None:
-        places = [_measuring_device(device)] * partitions
-    else:
-        places = checked_devices(devices, Machine.here())[:partitions]
+    places = [_measuring_device(device)] * partitions if devices is None else checked_devices(devices, Machine.here())
     if len(places) < partitions:
         raise too_few_devices(len(places), partitions)
-    cpu_workers = 1 if devices is None else sum(place.type == "cpu" for place in places)
-    times: dict[str, list[float]] = {}
-    for place in places:
-        if device_kind(place) not in times:
-            found = _measured(module, sample, place, timeout / len(module), cpu_workers)
-            times[device_kind(place)] = [sum(layer.seconds) for layer in found]
+    places = places[:partitions]
+    found = _profile(module, sample, places[:1] if devices is None else places, timeout / len(module))
+    times = {kind: [sum(layer) for layer in each.seconds[0]] for kind, each in found.kinds.items()}
     return minimax_on_devices([times[device_kind(place)] for place in places])
 
 
@@ -126,16 +119,12 @@ def balance_by_size(
         raise ValueError(f"chunks must be at least 1, got {chunks}")
     if param_scale < 0:
         raise ValueError(f"param_scale must not be negative, got {param_scale}")
-    whole = input if isinstance(input, tuple) else (input,)
-    first, _ = mini_batch.arguments_of(mini_batch.split(whole, {}, chunks).micro_batches[0])
-    sample = first if isinstance(input, tuple) else first[0]
-    sizes = []
-    for number, (layer, found) in enumerate(
-        zip(module, _measured(module, sample, _measuring_device(device), None), strict=True)
-    ):
-        parameters = sum(parameter.nbytes for parameter in layer.parameters())
-        given = found.bytes.given if number == 0 else 0  # that of a later layer is made by the layer before
-        sizes.append(parameters * param_scale + given + found.bytes.kept_with_output)
+    found = _profile(module, input, [_measuring_device(device)], 0.0, chunks)
+    sizes = [
+        layer.weights * param_scale + size.kept + size.output_kept
+        for layer, size in zip(found.layers, found.bytes[0], strict=True)
+    ]
+    sizes[0] += found.bytes[0][0].input  # that of a later layer is made by the layer before
     return minimax_partition(sizes, partitions)
 
 
@@ -146,11 +135,10 @@ def _measuring_device(device: Device | None) -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def _measured(
-    module: nn.Sequential, sample: Any, place: torch.device, seconds: float | None, cpu_workers: int = 1
-) -> list[Measured]:
-    """Each layer, for one micro-batch."""
-    check_initialised(module)
-    tuples = tuple_rule(module)
-    arguments = Sample(tuple(tuples.arguments(sample, module[0])), tuples=tuples)
-    return measure_stages(alone(module), [place] * len(module), arguments, seconds, cpu_workers=cpu_workers)
+def _profile(
+    module: nn.Sequential, sample: Any, places: list[torch.device], timeout: float, chunks: int = 1
+) -> Profile:
+    """The layers, for the largest of some micro-batches."""
+    inputs = tuple_rule(module).arguments(sample, module[0])
+    rows = sum(mini_batch.split(inputs, {}, 1).rows)
+    return profile(module, inputs, devices=places, rows=[-(-rows // chunks)], timeout=timeout)

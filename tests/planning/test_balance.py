@@ -6,7 +6,7 @@ from torch import nn
 
 from pipework import balance_by_size, balance_by_time
 from pipework.planning.layer_costs import LayerSeconds
-from pipework.planning.measuring.stage_copy import Measured
+from pipework.planning.measuring.stage_copy import measure_stages
 
 
 class Clock:
@@ -120,11 +120,11 @@ def test_refuses_a_module_with_gradients():
 
 def test_on_mixed_devices_each_layer_counts_with_its_time_on_the_device_that_runs_it(monkeypatch):
     # The meta device stands for a second kind that is always there.
-    def measured(stages, places, *_, **__):
-        seconds = {"cpu": 2.0, "meta": 8.0}[places[0].type]
-        return [Measured(LayerSeconds(seconds, 0.0, 0.0), None)] * len(stages)
+    def measured(stages, places, *rest, **options):
+        seconds = LayerSeconds({"cpu": 2.0, "meta": 8.0}[places[0].type], 0.0, 0.0)
+        return [each._replace(seconds=seconds) for each in measure_stages(stages, places, *rest, **options)]
 
-    monkeypatch.setattr("pipework.planning.balance.measure_stages", measured)
+    monkeypatch.setattr("pipework.planning.measuring.profile.measure_stages", measured)
     module = nn.Sequential(*(nn.ReLU() for _ in range(5)))
     assert balance_by_time(2, module, torch.rand(2), timeout=0, devices=["cpu", "meta"]) == [4, 1]
     assert balance_by_time(2, module, torch.rand(2), timeout=0, devices=["meta", "cpu"]) == [1, 4]
