@@ -171,11 +171,11 @@ def check_options(
     positive_integers(batch=rows)
     if chunks is not None:
         _given_chunks(rows, chunks)
-    is_number = isinstance(optimizer, int | float) and not isinstance(optimizer, bool)
-    if not is_number or not 0 <= optimizer < inf:
-        got = repr(optimizer) if is_number or isinstance(optimizer, str) else f"of type {type(optimizer).__name__}"
-        text = f"optimizer is {got}: wanted a number of at least 0, those that it keeps for each parameter, such as 2"
-        raise ValueError(text) if is_number else TypeError(text)
+    if isinstance(optimizer, bool) or not isinstance(optimizer, int | float) or not 0 <= optimizer < inf:
+        raise ValueError(
+            f"optimizer is {optimizer!r}: wanted a number of at least 0, those that it keeps for each parameter, such "
+            "as 2 for Adam"
+        )
     sizes = memory if isinstance(memory, Mapping) else {None: memory}
     for name, size in sizes.items():
         if name is not None and name not in names:

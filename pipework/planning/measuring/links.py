@@ -49,9 +49,8 @@ def measure_links(places: Sequence[torch.device], report: Callable[[str], None])
         ends = device_kind(sender), device_kind(receiver)
         if ends in found or ends[::-1] in found:
             continue
-        by_hand = sender == receiver or sender.type == receiver.type == "cpu"
-        speed = _HAND_OVER if by_hand else _copy(sender, receiver)
-        found[ends] = speed
+        copied = sender != receiver and not {sender.type, receiver.type} <= {"cpu", "meta"}
+        found[ends] = speed = _copy(sender, receiver) if copied else _HAND_OVER
         report(f"{ends[0]} to {ends[1]}: {speed.latency:.2g} s and {speed.bytes_per_second:.2g} bytes a second")
     return found
 

@@ -60,18 +60,13 @@ class SampleBatch:
         """
         if not len(module):
             raise ValueError("the module has no layers, so there is nothing to measure")
-        if target is None and loss_fn is not None:
-            raise ValueError("got loss_fn= and no target=: give both, target=y, loss_fn=f, or none of them")
         last = list(module)[-1]
-        if target is not None and loss_fn is None and TupleRule.BY_SIGNATURE.keeps_whole(last):
+        of_layer = target is not None and loss_fn is None and not TupleRule.BY_SIGNATURE.keeps_whole(last)
+        if (target is None) != (loss_fn is None) and not of_layer:
             raise ValueError(
-                f"got target= and no loss_fn=, and the last layer ({type(last).__name__}) does not take a target: give "
-                "loss_fn=f, which computes the loss from output and target, or a last layer that takes the target "
-                "after its input and returns the loss"
-            )
-        if keywords is not None and not isinstance(keywords, Mapping):
-            raise TypeError(
-                f"keywords is {keywords!r}: wanted a mapping from names to values, such as {{'mask': mask}}"
+                f"got {'loss_fn= and no target=' if target is None else 'target= and no loss_fn='}: give both, or none "
+                f"of them, or a target and a last layer (here {type(last).__name__}) that takes it after its input and "
+                "returns the loss"
             )
         if target is not None and not nested.flatten(target)[0]:
             raise TypeError(f"target is {target!r}: wanted a tensor, or several")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -102,23 +102,11 @@ def _free(meter: weakref.ref[StorageMeter], key: int, _: object) -> None:
         counting.live -= counting._sizes.pop(key)[0]
 
 
-class OptimizerBytes(NamedTuple):
-    """Bytes of an optimizer on one device.
-
-    Attributes:
-        states: of each list of parameters.
-        step: the most that a step needs above parameters, gradients and state.
-    """
-
-    states: tuple[int, ...]
-    step: int = 0
-
-
 def optimizer_bytes(
     optimizer: torch.optim.Optimizer | float | None,
     stages: Sequence[Iterable[nn.Parameter]],
     device: torch.device,
-) -> OptimizerBytes:
+) -> tuple[list[int], int]:
     """What an optimizer will hold on a device, from a step of a copy on the meta device, which holds no memory.
 
     Args:
@@ -127,6 +115,9 @@ def optimizer_bytes(
         stages: the parameters of each stage on the device.
         device: where they lie.
 
+    Returns:
+        The bytes of the state of each stage, and the most that a step needs above parameters, gradients and state.
+
     Raises:
         TypeError: a copy of the optimizer cannot be made, or makes no step on the meta device.
 
@@ -134,13 +125,12 @@ def optimizer_bytes(
         >>> layer = torch.nn.Linear(8, 4, bias=False)
         >>> adam = torch.optim.Adam(layer.parameters())
         >>> cpu = torch.device("cpu")
-        >>> optimizer_bytes(adam, [layer.parameters()], cpu).states, optimizer_bytes(2, [[layer.weight]], cpu).states
-        ((256,), (256,))
+        >>> optimizer_bytes(adam, [layer.parameters()], cpu)[0], optimizer_bytes(2, [[layer.weight]], cpu)[0]
+        ([256], [256])
     """
     trained = [[parameter for parameter in stage if parameter.requires_grad] for stage in stages]
     if not isinstance(optimizer, torch.optim.Optimizer):
-        sizes = [sum(parameter.nbytes for parameter in stage) for stage in trained]
-        return OptimizerBytes(tuple([round((optimizer or 0) * size) for size in sizes]))
+        return [round((optimizer or 0) * sum(parameter.nbytes for parameter in stage)) for stage in trained], 0
     here = {id(parameter) for stage in trained for parameter in stage}
     twins: dict[int, Tensor] = {}
     groups = []
@@ -150,7 +140,7 @@ def optimizer_bytes(
         if own:
             groups.append({**group, **_as_on(device, group), "params": [twins[id(parameter)] for parameter in own]})
     if not groups:
-        return OptimizerBytes((0,) * len(trained))
+        return [0] * len(trained), 0
     kind: Any = type(optimizer)
     meter = StorageMeter(torch.device("meta"))
     try:
@@ -168,8 +158,7 @@ def optimizer_bytes(
         key: sum(each.nbytes for each in copy.state.get(twin, {}).values() if isinstance(each, Tensor) and each.is_meta)
         for key, twin in twins.items()
     }  # without a step counter, which lies on the CPU
-    states = [sum(kept.get(id(parameter), 0) for parameter in stage) for stage in trained]
-    return OptimizerBytes(tuple(states), meter.peak - before)
+    return [sum(kept.get(id(parameter), 0) for parameter in stage) for stage in trained], meter.peak - before
 
 
 def _twin(parameter: Tensor) -> Tensor:
