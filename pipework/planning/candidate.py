@@ -17,7 +17,7 @@ from pipework.schedule import (
     build,
     measure,
     spread_evenly,
-    with_recompute_on_stages,
+    with_recompute,
     with_skips,
 )
 
@@ -77,7 +77,7 @@ class Candidate:
             workers = len(self.order)
             each = len(self.placement) // workers
             plain = build(made, workers=workers, chunks=self.chunks, stages_per_worker=each, costs=self.costs)
-            made = with_recompute_on_stages(plain, [spread_evenly(count, self.chunks) for count in self.recomputed])
+            made = with_recompute(plain, [spread_evenly(count, self.chunks) for count in self.recomputed])
         skips = far_skips(self.sums.skips_between(self.balance))
         return with_skips(made, skips) if skips else made
 

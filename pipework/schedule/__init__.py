@@ -27,7 +27,6 @@ from pipework.schedule.passes.communication import with_communication, with_grad
 from pipework.schedule.passes.recompute import (
     spread_evenly,
     with_recompute,
-    with_recompute_on_stages,
     without_recompute,
 )
 from pipework.schedule.passes.sharding import with_sharding
@@ -41,7 +40,7 @@ __all__ = ["KINDS", "Action", "ActionKind", "Kinds", "Schedule", "loop_placement
 __all__ += ["SCHEDULES", "ScheduleSpec", "build", "list_schedule", "restricted", "schedule_spec"]
 __all__ += ["fill_drain", "forward_only", "looped_bfs", "one_forward_one_backward", "eager_1f1b", "interleaved_1f1b"]
 __all__ += ["zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v", "hanayo"]
-__all__ += ["spread_evenly", "with_recompute", "with_recompute_on_stages", "without_recompute", "with_sharding"]
+__all__ += ["spread_evenly", "with_recompute", "without_recompute", "with_sharding"]
 __all__ += ["with_communication", "with_gradient_reduction", "with_skips"]
 __all__ += ["ScheduleError", "Validation", "ValidationOptions", "Violation", "check", "validate", "Channel"]
 __all__ += ["Comparison", "Costs", "Measures", "Simulation", "StageCosts", "compare", "lower_bound"]

@@ -103,5 +103,5 @@ def maker(product: Action, order: Container[Action], table: Kinds) -> Action:
         >>> str(maker(Action("B", 1, 0), [Action("I", 1, 0)], KINDS))
         '1I0'
     """
-    makers = (product._replace(kind=kind) for kind in table.letters(gives=product.kind))
+    makers = (product._replace(kind=kind) for kind in table.makers.get(product.kind, ()))
     return next((each for each in makers if each in order), product)

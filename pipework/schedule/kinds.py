@@ -113,6 +113,11 @@ class Kinds(Mapping[str, ActionKind]):
         )
 
     @cached_property
+    def makers(self) -> dict[str, tuple[str, ...]]:
+        """Each product to the kinds that give it."""
+        return {name: self.letters(gives=name) for name in {row.gives for row in self.values()}}
+
+    @cached_property
     def text(self) -> re.Pattern[str]:
         """The text of an action: stage, kind, micro-batch, and a peer that is not the neighbour."""
         return re.compile(rf"([0-9]+)({'|'.join(map(re.escape, self))})([0-9]*)(?:@([0-9]+))?")

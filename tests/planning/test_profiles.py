@@ -11,7 +11,7 @@ from pipework import Pipe, Plan
 from pipework.planning.layer_costs import DeviceKind, LayerSeconds
 from pipework.planning.profiles import Profile
 from pipework.planning.request import make_request
-from pipework.schedule import build, spread_evenly, with_recompute_on_stages
+from pipework.schedule import build, spread_evenly, with_recompute
 from tests.planning.made_profiles import damaged, made
 from tests.planning.test_search import UNEVEN, named
 
@@ -149,7 +149,7 @@ def test_the_schedule_is_that_of_a_pipe(schedule: str, balance: list[int], check
 
 
 def test_schedules_of_ones_own() -> None:
-    own = with_recompute_on_stages(build("1f1b", workers=2, chunks=8), [spread_evenly(4, 8), frozenset()])
+    own = with_recompute(build("1f1b", workers=2, chunks=8), [spread_evenly(4, 8), frozenset()])
     assert settings(schedule=own).schedule == own
     assert settings(schedule=build("1f1b", workers=2, chunks=8)) == settings(schedule="1f1b")
 

@@ -16,7 +16,7 @@ from pipework.schedule import (
     StageCosts,
     lower_bound,
     simulate,
-    with_recompute_on_stages,
+    with_recompute,
 )
 from pipework_synthesis import solving
 from pipework_synthesis.incumbent import Budget
@@ -302,7 +302,7 @@ class _Task:
         """The schedule with the wanted recomputation; one that has some of its own stays."""
         if "R" in schedule.kinds:
             return schedule
-        return with_recompute_on_stages(schedule, self.recomputed)
+        return with_recompute(schedule, self.recomputed)
 
     def simulated(self, schedule: Schedule) -> Simulation | None:
         """The simulation of a schedule; None if it does not fit, or splits what is to be whole."""

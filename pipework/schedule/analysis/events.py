@@ -178,7 +178,6 @@ class Run:
     last_forward: Action
     _table: Table = field(repr=False)
     _carried: Mapping[Message, tuple[float, float, bool | Message]] = field(repr=False)
-    _reduced: Mapping[Action, Action | None] = field(repr=False)
 
     def cause(self, action: Action, worker: int, position: int) -> Action | None:
         """The last thing that an action waited for.
@@ -193,9 +192,11 @@ class Run:
         if peer >= 0:
             return self._cause_of_transfer(action)
         step = self._table.steps[kind]
-        if step is None:
-            return self._reduced.get(action)
         order = self._table.schedule.orders[worker]
+        if step is None:
+            begin = self.starts[worker][position]
+            earlier = (n for n in range(position - 1, -1, -1) if order[n].kind == kind)
+            return next((order[n] for n in earlier if self.ends[worker][n] == begin > 0), None)
         before = next((n for n in range(position - 1, -1, -1) if order[n].computes), None)
         start = 0.0 if before is None else self.ends[worker][before]
         cause = None
@@ -252,8 +253,6 @@ class _Execution:
         self._done = [0] * schedule.workers  # actions of each worker
         self._clocks = [0.0] * schedule.workers
         self._free = [0.0] * schedule.workers  # when a worker's last reduction ends
-        self._last_reduction: list[Action | None] = [None] * schedule.workers
-        self._reduced: dict[Action, Action | None] = {}
         self._posted: dict[Message, list[tuple[int, int]]] = {}
         self._carried: dict[Message, tuple[float, float, bool | Message]] = {}
         self._awake = list(range(schedule.workers))[::-1]
@@ -279,7 +278,7 @@ class _Execution:
         for worker, done in enumerate(self._done):
             del self._starts[worker][done:], self._ends[worker][done:]
         last = self._last_forward[1]
-        return Run(self._starts, self._ends, tuple(sorted(deadlocks)), last, self._table, self._carried, self._reduced)
+        return Run(self._starts, self._ends, tuple(sorted(deadlocks)), last, self._table, self._carried)
 
     def _run_all(self) -> None:
         """Runs workers, each up to an action whose data is missing."""
@@ -356,12 +355,8 @@ class _Execution:
             ends[position] = clock + time
             return ends[position]
         # A worker runs its reductions one after the other, beside the computation.
-        free = self._free[worker]
-        start = max(clock, free)
-        self._reduced[action] = self._last_reduction[worker] if free > clock else None
-        self._free[worker] = end = start + time
-        self._last_reduction[worker] = action
-        starts[position], ends[position] = start, end
+        starts[position] = max(clock, self._free[worker])
+        self._free[worker] = ends[position] = starts[position] + time
         return clock
 
     def _arrive(self, message: Message, start: float, end: float, cause: bool | Message) -> None:

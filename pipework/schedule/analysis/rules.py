@@ -35,7 +35,7 @@ def broken(schedule: Schedule) -> tuple[Violation, ...]:
     """
     found = tuple(_misplaced(schedule)) or tuple(_miscounted(schedule))
     # The other rules need each action in its place.
-    return found or (*_transfers(schedule), *_reductions(schedule), *_shards(schedule))
+    return found or (*_transfers(schedule), *_of_stages(schedule))
 
 
 def ascending(schedule: Schedule) -> bool:
@@ -137,43 +137,30 @@ def _transfers(schedule: Schedule) -> Iterator[Violation]:
                 yield Violation(worker, action, f"{action} {why}")
 
 
-def _reductions(schedule: Schedule) -> Iterator[Violation]:
-    if "REDUCE_GRAD" not in schedule.kinds:
-        return
+def _of_stages(schedule: Schedule) -> Iterator[Violation]:
+    """A stage's gradient is complete before it is reduced, and its weights are gathered while they are read."""
+    found = {(action.kind, action.stage) for order in schedule.orders for action in order if action.micro_batch < 0}
     adding = {row.letter for row in schedule.table.values() if row.adds}
-    reducing = [action.stage for order in schedule.orders for action in order if action.kind == "REDUCE_GRAD"]
-    for stage in sorted(set(range(schedule.stages)) - set(reducing)):
-        worker, action = schedule.placement[stage], Action("REDUCE_GRAD", stage)
-        yield Violation(
-            worker, action, f"{action} is missing in the order of worker {worker}, but other stages have one"
-        )
-    for worker, order in enumerate(schedule.orders):
-        done: set[int] = set()
-        for action in order:
-            if action.kind == "REDUCE_GRAD":
-                done.add(action.stage)
-            elif action.kind in adding and action.stage in done:
-                early = Action("REDUCE_GRAD", action.stage)
-                yield Violation(worker, early, f"{early} is before {action}, which adds to the gradient")
-
-
-def _shards(schedule: Schedule) -> Iterator[Violation]:
-    """If a stage's weights are gathered, it computes only between ``UNSHARD`` and ``RESHARD``."""
-    if schedule.kinds.isdisjoint(("UNSHARD", "RESHARD")):
-        return
     reading = schedule.table.letters(reads=True)
-    sharded = {action.stage for order in schedule.orders for action in order if action.kind == "UNSHARD"}
-    for worker, order in enumerate(schedule.orders):
+    for stage, worker in enumerate(schedule.placement if "REDUCE_GRAD" in schedule.kinds else ()):
+        if ("REDUCE_GRAD", stage) not in found:
+            action = Action("REDUCE_GRAD", stage)
+            why = f"is missing in the order of worker {worker}, but other stages have one"
+            yield Violation(worker, action, f"{action} {why}")
+    for worker, order in enumerate(schedule.orders if found else ()):
+        reduced: set[int] = set()
         whole: set[int] = set()
         for action in order:
             kind, stage = action.kind, action.stage
-            if kind == "UNSHARD":
-                if stage in whole:
-                    yield Violation(worker, action, f"{action} comes when the weights have been gathered already")
-                whole.add(stage)
-            elif kind == "RESHARD":
-                if stage not in whole:
-                    yield Violation(worker, action, f"{action} comes when the weights have not been gathered")
-                whole.discard(stage)
-            elif kind in reading and stage in sharded and stage not in whole:
+            if kind == "REDUCE_GRAD":
+                reduced.add(stage)
+            elif kind in ("UNSHARD", "RESHARD"):
+                if (stage in whole) == (kind == "UNSHARD"):
+                    state = "have been gathered already" if stage in whole else "have not been gathered"
+                    yield Violation(worker, action, f"{action} comes when the weights {state}")
+                whole = whole | {stage} if kind == "UNSHARD" else whole - {stage}
+            if kind in adding and stage in reduced:
+                early = Action("REDUCE_GRAD", stage)
+                yield Violation(worker, early, f"{early} is before {action}, which adds to the gradient")
+            if kind in reading and stage not in whole and ("UNSHARD", stage) in found:
                 yield Violation(worker, action, f"{action} needs the weights, but there is no {stage}UNSHARD before it")

@@ -13,7 +13,7 @@ from pipework.schedule.analysis.bounds import lower_bound
 from pipework.schedule.analysis.channels import Channel
 from pipework.schedule.analysis.critical_path import critical_path
 from pipework.schedule.analysis.events import Run
-from pipework.schedule.analysis.validate import ValidationOptions, examine, raise_first
+from pipework.schedule.analysis.validate import Validation, ValidationOptions, examine
 from pipework.schedule.costs import Costs, StageCosts, checked
 from pipework.schedule.draw.svg import svg
 from pipework.schedule.edges import recomputed
@@ -234,7 +234,7 @@ def _executed(schedule: Schedule, costs: Costs, options: ValidationOptions) -> t
     """The measures of a schedule that can be executed, the schedule that was run, and its run."""
     spread = costs.spread(checked_schedule(schedule).stages, len(schedule.skips))
     violations, executed, ended = examine(schedule, spread, options)
-    raise_first(schedule.name, violations)
+    Validation(schedule.name, violations, ascending=True).raise_if_invalid()
     assert ended is not None  # without a run there are violations
     return measures(executed, ended, spread), (executed, ended)
 

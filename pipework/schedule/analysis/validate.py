@@ -49,7 +49,9 @@ class Validation:
         Raises:
             ScheduleError: the schedule cannot be executed.
         """
-        raise_first(self.name, self.violations)
+        if self.violations:
+            more = f" (and {len(self.violations) - 1} more)" if len(self.violations) > 1 else ""
+            raise ScheduleError(f"schedule {self.name!r} cannot be executed: {self.violations[0].message}{more}")
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,6 @@ class ValidationOptions:
     loss_outside: bool = False
     channel: Channel = "unbounded"
     memory_limit: float | Sequence[float] | None = None
-
-
-def raise_first(name: str, violations: Sequence[Violation]) -> None:
-    """Raise the first violation of the schedule called ``name``, if there is one.
-
-    Raises:
-        ScheduleError: there is one.
-    """
-    if violations:
-        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
-        raise ScheduleError(f"schedule {name!r} cannot be executed: {violations[0].message}{more}")
 
 
 def validate(

@@ -6,13 +6,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from pipework.schedule.action import Action
-from pipework.schedule.analysis.validate import check
 from pipework.schedule.edges import recomputed
 from pipework.schedule.schedule import Schedule
 
 
-def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool = False) -> Schedule:
-    """Add an ``R`` right before the backward of every checkpointed micro-batch, on every stage.
+def with_recompute(
+    schedule: Schedule, checkpointed: int | Sequence[Collection[int]], *, loss_outside: bool = False
+) -> Schedule:
+    """Add an ``R`` right before the backward of every checkpointed micro-batch.
 
     ``R`` needs only the stored input of the stage, so a worker recomputes while it would otherwise wait for the
     incoming gradient.
@@ -21,59 +22,40 @@ def with_recompute(schedule: Schedule, checkpointed: int, *, loss_outside: bool 
     memory. Such a micro-batch is not checkpointed there, unless the loss is computed between the two.
 
     Args:
-        schedule: a schedule without ``R``.
-        checkpointed: the micro-batches 0 to ``checkpointed - 1`` are checkpointed; from 0 (none) to all.
-        loss_outside: whether the loss is computed outside of the pipe, after all forwards. The result is validated with
-            the loss inside, since a pipe may also run all forwards first.
+        schedule: a schedule with backwards, without ``R`` and without transfers.
+        checkpointed: the micro-batches 0 to ``checkpointed - 1`` are checkpointed on every stage; from 0 (none) to all.
+            Or for each stage its checkpointed micro-batches.
+        loss_outside: whether the loss is computed outside of the pipe, after all forwards.
 
     Returns:
         A schedule of the same name; the same object if no micro-batch is checkpointed.
 
     Raises:
-        ScheduleError: the schedule cannot be executed.
         ValueError: ``checkpointed`` is out of range, or the schedule has an ``R``, transfers, or no backwards.
 
     Example:
         >>> from pipework.schedule import fill_drain
         >>> [str(action) for action in with_recompute(fill_drain(1, 2), 1).orders[0]]
         ['0F0', '0F1', '0R0', '0B0', '0B1']
-    """
-    if type(checkpointed) is not int or not 0 <= checkpointed <= schedule.micro_batches:
-        raise ValueError(
-            f"checkpointed is {checkpointed!r}: wanted the number of checkpointed micro-batches, an integer "
-            f"from 0 to {schedule.micro_batches}"
-        )
-    recomputing = _recomputing(schedule, [range(checkpointed)] * schedule.stages, loss_outside=loss_outside)
-    check(recomputing)
-    return recomputing
-
-
-def with_recompute_on_stages(schedule: Schedule, checkpointed: Sequence[Collection[int]]) -> Schedule:
-    """Add an ``R`` right before the backward of each checkpointed micro-batch, on each stage for its own ones.
-
-    As in :func:`with_recompute`, a micro-batch whose backward directly follows its forward is not recomputed.
-
-    Args:
-        schedule: a schedule with backwards, without ``R`` and without transfers.
-        checkpointed: for each stage, the micro-batches to recompute.
-
-    Returns:
-        A schedule of the same name; the same object if nothing is to be recomputed.
-
-    Raises:
-        ValueError: there are micro-batches for another number of stages, one of them does not exist, or the schedule
-            has an ``R``, transfers, or no backwards.
-
-    Example:
-        >>> from pipework.schedule import fill_drain
-        >>> [str(action) for action in with_recompute_on_stages(fill_drain(1, 2), [{1}]).orders[0]]
+        >>> [str(action) for action in with_recompute(fill_drain(1, 2), [{1}]).orders[0]]
         ['0F0', '0F1', '0B0', '0R1', '0B1']
     """
-    if len(checkpointed) != schedule.stages:
+    count, each = schedule.micro_batches, checkpointed
+    if type(checkpointed) is int and 0 <= checkpointed <= count:
+        each = [range(checkpointed)] * schedule.stages
+    chosen = [frozenset(some) for some in each] if isinstance(each, Sequence) else []
+    if len(chosen) != schedule.stages or not frozenset().union(*chosen) <= frozenset(range(count)):
         raise ValueError(
-            f"checkpointed has {len(checkpointed)} entries: wanted {schedule.stages}, the micro-batches of each stage"
+            f"checkpointed is {checkpointed!r}: wanted the number of checkpointed micro-batches, an integer from 0 to "
+            f"{count}, or for each of the {schedule.stages} stages some of the micro-batches 0 to {count - 1}"
         )
-    return _recomputing(schedule, checkpointed, loss_outside=False)
+    if schedule.inference or schedule.communicates or "R" in schedule.kinds:
+        why = "no backwards" if schedule.inference else "transfers" if schedule.communicates else "recomputation"
+        raise ValueError(f"schedule {schedule.name!r} has {why}: recompute in one that trains, before transfers")
+    if not any(chosen):
+        return schedule
+    orders = tuple(tuple(_with_repeats(order, chosen, loss_outside=loss_outside)) for order in schedule.orders)
+    return replace(schedule, orders=orders)
 
 
 def spread_evenly(count: int, micro_batches: int) -> frozenset[int]:
@@ -103,23 +85,6 @@ def without_recompute(schedule: Schedule) -> Schedule:
     if not recomputed(schedule):
         return schedule
     orders = tuple(tuple(action for action in order if action.kind != "R") for order in schedule.orders)
-    return replace(schedule, orders=orders)
-
-
-def _recomputing(schedule: Schedule, checkpointed: Sequence[Collection[int]], *, loss_outside: bool) -> Schedule:
-    if schedule.inference or schedule.communicates or "R" in schedule.kinds:
-        why = "no backwards" if schedule.inference else "transfers" if schedule.communicates else "recomputation"
-        raise ValueError(f"schedule {schedule.name!r} has {why}: recompute in one that trains, before transfers")
-    chosen = [frozenset(each) for each in checkpointed]
-    for stage, each in enumerate(chosen):
-        if not each <= frozenset(range(schedule.micro_batches)):
-            raise ValueError(
-                f"checkpointed of stage {stage} is {sorted(each)}: wanted some of the micro-batches 0 to "
-                f"{schedule.micro_batches - 1}"
-            )
-    if not any(chosen):
-        return schedule
-    orders = tuple(tuple(_with_repeats(order, chosen, loss_outside=loss_outside)) for order in schedule.orders)
     return replace(schedule, orders=orders)
 
 

@@ -10,7 +10,6 @@ from pipework.schedule import (
     spread_evenly,
     validate,
     with_recompute,
-    with_recompute_on_stages,
     without_recompute,
 )
 
@@ -24,9 +23,9 @@ def test_stands_right_before_each_checkpointed_backward():
     assert schedule.name == "gpipe"
 
 
-@pytest.mark.parametrize("checkpointed", [-1, 4, True, 1.0, None])
+@pytest.mark.parametrize("checkpointed", [-1, 4, True, 1.0, None, [{0}], [{0}, {3}]])
 def test_refuses_what_is_out_of_range(checkpointed):
-    with pytest.raises(ValueError, match="an integer from 0 to 3"):
+    with pytest.raises(ValueError, match="from 0 to 3, or for each of the 2 stages some of the micro-batches 0 to 2"):
         with_recompute(fill_drain(2, 3), checkpointed)
 
 
@@ -45,22 +44,13 @@ def test_what_is_differentiated_at_once_is_not_checkpointed():
 def test_each_stage_has_its_own(workers, micro_batches, data):
     chosen = [data.draw(st.sets(st.integers(0, micro_batches - 1))) for _ in range(workers)]
     plain = fill_drain(workers, micro_batches)
-    schedule = with_recompute_on_stages(plain, chosen)
+    schedule = with_recompute(plain, chosen)
     assert validate(schedule).ok
     assert without_recompute(schedule).orders == plain.orders
     again = {(action.stage, action.micro_batch) for order in schedule.orders for action in order if action.kind == "R"}
     # With one micro-batch the backward of each stage directly follows its forward.
     at_once = {(stage, 0) for stage in range(workers) if micro_batches == 1}
     assert again == {(stage, each) for stage, some in enumerate(chosen) for each in some} - at_once
-
-
-@pytest.mark.parametrize(
-    ("chosen", "message"),
-    [([{0}], "has 1 entries: wanted 2"), ([{0}, {3}], r"of stage 1 is \[3\]: wanted some of the micro-batches 0 to 2")],
-)
-def test_stages_and_micro_batches_exist(chosen, message):
-    with pytest.raises(ValueError, match=message):
-        with_recompute_on_stages(fill_drain(2, 3), chosen)
 
 
 @given(micro_batches=st.integers(1, 40), data=st.data())
