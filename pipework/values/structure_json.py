@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 DTYPES: Final = MappingProxyType(
     {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 )
-SUPPORTED: Final = (
-    "None, bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, slice, range, ... and members "
-    "of enums"
-)
 
 
 def _ends(value: Any) -> list[Any]:
@@ -65,15 +61,17 @@ _LEAF_READERS: Final = MappingProxyType({kind.__name__: read for kind, (_, read)
 class EncodeError(TypeError):
     """A value that another process could not build.
 
-    Attributes:
+    Args:
         value: a description of the value.
-        path: its position, such as `[0]['mask'].hidden`.
     """
 
-    def __init__(self, value: str, path: str = "") -> None:
-        super().__init__(f"{value} stands at {path or 'the top'}")
-        self.value = value
-        self.path = path
+    def __init__(self, value: str) -> None:
+        super().__init__(
+            f"{value} is to be sent to another process. Between processes only tensors are sent, and None, bool, int, "
+            "float, complex, str, bytes, torch.Size, torch.dtype, torch.device, slice, range, ... and members of "
+            "enums, in tuples, lists, dicts, named tuples, dataclasses and classes that are registered with "
+            "torch.utils._pytree"
+        )
 
 
 def encode(structure: Structure) -> Any:
@@ -86,7 +84,7 @@ def encode(structure: Structure) -> Any:
         >>> encode(Structure(pytree.tree_structure(["a", (2,)]), (Place(0), "two")))
         [{'$': 'Place', 'items': [0]}, {'$': 'builtins:tuple', 'context': None, 'items': ['two']}]
     """
-    return _encode(structure.spec, iter(structure.leaves), "")
+    return _encode(structure.spec, iter(structure.leaves))
 
 
 def decode(form: Any, count: int) -> Structure:
@@ -156,20 +154,19 @@ def _find(full: str) -> type | None:
     return found if issubclass(type(found), type) else None
 
 
-def _encode(spec: pytree.TreeSpec, leaves: Iterator[Any], path: str) -> Any:
-    try:
-        if spec.is_leaf():
-            return _encode_leaf(next(leaves))
-        if spec.type is not list:
-            name, context = _encode_node(spec.type, spec.context)
-    except EncodeError as error:
-        raise EncodeError(error.value, path) from None
-    children = zip(_steps(spec), spec.children(), strict=True)
-    items = [_encode(child, leaves, path + step) for step, child in children]
-    return items if spec.type is list else {"$": name, "context": context, "items": items}
+def _encode(spec: pytree.TreeSpec, leaves: Iterator[Any]) -> Any:
+    if spec.is_leaf():
+        return _encode_leaf(next(leaves))
+    items = [_encode(child, leaves) for child in spec.children()]
+    if spec.type is list:
+        return items
+    name, context = _encode_node(spec.type, spec.context)
+    return {"$": name, "context": context, "items": items}
 
 
 def _decode(form: Any, leaves: list[Any]) -> pytree.TreeSpec:
+    kind: Any
+    context: Any
     match form:
         case list(items):
             kind, context = list, None
@@ -178,13 +175,16 @@ def _decode(form: Any, leaves: list[Any]) -> pytree.TreeSpec:
         case _:
             leaves.append(_decode_leaf(form))
             return pytree.tree_structure(None)
+    names = context._fields if kind is namedtuple else context[1] if kind is DataclassNode else context
+    if kind in (namedtuple, DataclassNode, dict, OrderedDict) and len(names) != len(items):
+        raise ValueError(f"{len(items)} values arrive for {str(names)[:80]}")
     return pytree.TreeSpec(kind, context, [_decode(item, leaves) for item in items])
 
 
 def encode_value(value: Any) -> Any:
     """A value without tensors as what `json` can write; see `encode`."""
     leaves, spec = pytree.tree_flatten(value, is_leaf=lambda each: type(each) is torch.Size)
-    return _encode(spec, iter(leaves), "")
+    return _encode(spec, iter(leaves))
 
 
 def decode_value(form: Any) -> Any:
@@ -201,11 +201,7 @@ def _encode_node(kind: Any, context: Any) -> tuple[str, Any]:
     elif kind is DataclassNode:
         kind, context = context
         _check_dataclass(kind, context)
-    name = class_name(kind)
-    try:
-        return name, encode_value(context)
-    except EncodeError as error:
-        raise EncodeError(f"{error.value}, a key or another part of a {_described(kind)},") from None
+    return class_name(kind), encode_value(context)
 
 
 def _decode_node(kind: Any, context: Any) -> tuple[Any, Any]:
@@ -244,14 +240,6 @@ def _decode_leaf(form: Any) -> Any:
         case {"$": str(name), "items": list(items)} if name in _LEAF_READERS:
             return _LEAF_READERS[name](*map(decode_value, items))
     return decode_scalar(form) if isinstance(form, dict) else form
-
-
-def _steps(spec: pytree.TreeSpec) -> list[str]:
-    """The steps of a path from a node to each of its children."""
-    kind, context = spec.type, spec.context
-    if kind is namedtuple or kind is DataclassNode:
-        return [f".{name}" for name in (context._fields if kind is namedtuple else context[1])]
-    return [f"[{key!r}]" for key in (context if kind in (dict, OrderedDict) else range(spec.num_children))]
 
 
 def _member(name: str, member: str) -> Any:

@@ -155,15 +155,7 @@ def _encode_around(around: Any) -> Any:
         return {"stashed": which, "same": same, "around": _encode_around(around.structure)}
     if not isinstance(around, Structure):
         raise TypeError(f"{type(around).__qualname__} stands around the tensors, not None, an int or a Structure")
-    try:
-        return {"structure": structure_json.encode(around)}
-    except structure_json.EncodeError as error:
-        where = f" at output{error.path}" if error.path else ""
-        raise TypeError(
-            f"{error.value} stands{where} in what is to be sent to another process. Between processes only tensors "
-            f"are sent, and {structure_json.SUPPORTED}, in tuples, lists, dicts, named tuples, dataclasses and classes "
-            "that are registered with torch.utils._pytree"
-        ) from None
+    return {"structure": structure_json.encode(around)}
 
 
 def _decode_around(form: Any, count: int) -> Any:

@@ -309,26 +309,19 @@ def test_a_description_equals_itself_whatever_is_in_it() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([1, {"a": (object(),)}], r"of type builtins.object stands at output\[1\]\['a'\]\[0\] in what"),
-        (Point(Held(tensor, [1], {1, 2}), 0), r"of type builtins.set stands at output.x.inner"),
-        (Counter(a=1), r"of type collections.Counter stands in what"),
-        ([np.float64(1.0)], r"of type numpy.float64 stands at output\[0\]"),
-        (
-            defaultdict(int, x=tensor),
-            r"of type builtins.type, a key or another part of a collections.defaultdict",
-        ),
+        ([1, {"a": (object(),)}], "a value of type builtins.object is to be sent to another process"),
+        (Point(Held(tensor, [1], {1, 2}), 0), "of type builtins.set"),
+        (Counter(a=1), "of type collections.Counter"),
+        ([np.float64(1.0)], "of type numpy.float64"),
+        (defaultdict(int, x=tensor), "of type builtins.type"),
         ([tensor, Side.LEFT | Side.RIGHT], r"a value of type .*Side that is no member of it"),
-        ({frozenset(): tensor}, r"of type builtins.frozenset, a key or another part of a builtins.dict, stands in"),
+        ({frozenset(): tensor}, "of type builtins.frozenset"),
         ([ListWithFields()], r"ListWithFields \(object.__new__.* is not safe"),
-        ([Options(object())], r"of type builtins.object stands at output\[0\]"),  # type: ignore[arg-type]
-        (
-            Registered(tensor, {1}),
-            r"of type builtins.set, a key or another part of a .*Registered, stands in",
-        ),
-        (torch.float32.__class__, r"of type builtins.type"),
+        ([Options(object())], "of type builtins.object"),  # type: ignore[arg-type]
+        (Registered(tensor, {1}), "of type builtins.set"),
     ],
 )
-def test_what_cannot_travel_is_named_with_its_place(value: Any, message: str) -> None:
+def test_what_cannot_travel_is_named(value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         header.encode(header.describe(*nested.flatten(value)))
 
