@@ -119,26 +119,24 @@ def _verification(runs: Runs) -> Verification:
         if comparable and itself.difference:
             allowed = _allowed(again, tolerance, notes)
         lines = [*(_table(_PIECES, found, bounds, allowed) if comparable else ()), itself]
-    entire = Values()
     if not runs.has_whole:
         notes.append("micro-batches were given, or split= made them and the loss is outside: there is no whole batch")
     elif comparable:
         if runs.trains:
             runs.without_dropout = True
             pipe = runs.of_pipe()
-        entire = runs.of_plain(whole=True)
-        found = _differences(runs, runs.without_averages(pipe), runs.without_averages(entire))
+        plain = runs.of_plain(whole=True)
+        found = _differences(runs, runs.without_averages(pipe), runs.without_averages(plain))
         suffix = ", without dropout" if runs.trains else ""
         lines += _table(_WHOLE, found, dict.fromkeys(found, tolerance), allowed, suffix)
     wrong = {each.against for each in lines if each.first}
     if not wrong:
         return Verification(tuple(lines), notes=tuple(notes))
     against = next(each for each in (_PIECES, _ITSELF, _WHOLE) if each in wrong)
-    runs.without_dropout = runs.trains and against == _WHOLE
-    forward = max(
-        [tolerance if against == _WHOLE else 0.0, *(allowed[kind] for kind in allowed.keys() - {"gradients"})]
-    )
-    place = _first_place(runs, against == _WHOLE, forward, max(forward, allowed.get("gradients", 0.0)))
+    whole = against == _WHOLE
+    runs.without_dropout = whole and runs.trains
+    forward = max([tolerance * whole, *(most for kind, most in allowed.items() if kind != "gradients")])
+    place = _first_place(runs, whole, forward, max(forward, allowed.get("gradients", 0.0)))
     kinds = {each.what.partition(",")[0]: each.first for each in lines if each.against == against}
     return Verification(tuple(lines), place, tuple(_reasons(runs, against, kinds)), tuple(notes))
 
