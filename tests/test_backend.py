@@ -76,9 +76,7 @@ class CountingTransport(LocalTransport):
 
     def __init__(self, spec: RunSpec, sent: list[tuple[str, int]]) -> None:
         super().__init__(spec.placement, spec.engine.links)
-        self.endpoints = {  # type: ignore[assignment]
-            worker: CountingEndpoint(endpoint, sent) for worker, endpoint in self.endpoints.items()
-        }
+        self.endpoints = {worker: CountingEndpoint(endpoint, sent) for worker, endpoint in self.endpoints.items()}
 
 
 class CountingBackend(Backend):

@@ -12,6 +12,7 @@ for one kind of action and one stage, which take the number of the micro-batch.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from pipework.runtime.failure import Failure, Stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Any, TypeAlias
 
     from pipework.runtime.device import Link
@@ -93,45 +94,31 @@ class _UnderWay(NamedTuple):
     arrive: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
 class LocalEndpoint:
     """An endpoint within one process: messages are handed over by reference.
 
     A message lies in the box of its kind of action and stage, where its receiver takes it out. If that is another
     worker, which may be waiting, a token in the worker's inbox wakes it.
 
-    Args:
+    Attributes:
         boxes: of all stages and of the outside.
         inbox: of this worker; None: the worker never waits, because a message is sent before it is asked for.
-        inboxes: for each stage the inbox of its worker; None: that worker never waits.
-        links: for each stage the link that copies to its device; None: tensors are passed by reference.
+        ways: to the stages of other workers: the inbox of the worker, None if that one never waits; and the link that
+            copies to its device, None if tensors are passed by reference.
         copies: whether any endpoint of the transport has a link.
     """
 
-    __slots__ = ("_boxes", "_copies", "_inbox", "_inboxes", "_links")
-
-    def __init__(
-        self,
-        boxes: Boxes,
-        inbox: Inbox | None,
-        inboxes: Sequence[Inbox | None],
-        links: Sequence[Link | None],
-        *,
-        copies: bool,
-    ) -> None:
-        self._inbox = inbox
-        self._boxes = boxes
-        self._inboxes = inboxes
-        self._links = links
-        self._copies = copies
+    boxes: Boxes
+    inbox: Inbox | None
+    ways: Mapping[int, tuple[Inbox | None, Link | None]]
+    copies: bool
 
     def sender(self, kind: str, stage: int) -> Send:
         """See `Endpoint.sender`; a copy to another device starts at once and overlaps with computation."""
-        box = self._boxes[kind, stage]
-        within = 0 <= stage < len(self._inboxes)
-        inbox = self._inboxes[stage] if within else None
-        link = self._links[stage] if within else None
-        wake = None if inbox is None or inbox is self._inbox else inbox.put
-        if wake is None and link is None:  # nothing waits for it: no call of Python is needed
+        box = self.boxes[kind, stage]
+        inbox, link = self.ways.get(stage, (None, None))
+        if inbox is None and link is None:  # nothing waits for it: no call of Python is needed
             return box.__setitem__
 
         def send(micro_batch: int, message: Message) -> None:
@@ -140,15 +127,15 @@ class LocalEndpoint:
             else:
                 copies, event = link.depart(message[0])
                 box[micro_batch] = _UnderWay((copies, message[1]), lambda: link.arrive(copies, event))
-            if wake is not None:
-                wake(True)
+            if inbox is not None:
+                inbox.put(True)
 
         return send
 
     def receiver(self, kind: str, stage: int) -> Receive:
         """See `Endpoint.receiver`. Messages to other actions stay in their boxes."""
-        take, inbox = self._boxes[kind, stage].pop, self._inbox
-        if inbox is None and not self._copies:
+        take, inbox = self.boxes[kind, stage].pop, self.inbox
+        if inbox is None and not self.copies:
             return take
 
         def receive(micro_batch: int) -> Message:
@@ -190,23 +177,18 @@ class LocalTransport:
     def __init__(
         self, placement: tuple[int, ...], links: Mapping[tuple[int, int], Link | None], *, one_thread: bool = False
     ) -> None:
-        self._boxes: Boxes = defaultdict(dict)
+        boxes: Boxes = defaultdict(dict)
         inboxes: list[Inbox | None] = [None if one_thread else SimpleQueue() for _ in range(max(placement) + 1)]
         links = dict(links)  # another thread's step may make one meanwhile
         copies = any(link is not None for link in links.values())
-        to_workers = [links.get((worker, worker)) for worker in placement]
+        from_caller = {stage: (None, links.get((worker, worker))) for stage, worker in enumerate(placement)}
         self.failure = Failure(partial(_wake_all, inboxes))
-        self.outside: Endpoint = LocalEndpoint(self._boxes, None, [None] * len(placement), to_workers, copies=copies)
-        self.endpoints = {
-            number: LocalEndpoint(
-                self._boxes,
-                inbox,
-                [inboxes[worker] for worker in placement],
-                [links.get((number, worker)) if worker != number else None for worker in placement],
-                copies=copies,
-            )
-            for number, inbox in enumerate(inboxes)
-        }
+        self.outside: Endpoint = LocalEndpoint(boxes, None, from_caller, copies)
+        self.endpoints: dict[int, Endpoint] = {}
+        for number, inbox in enumerate(inboxes):
+            others = [(stage, worker) for stage, worker in enumerate(placement) if worker != number]
+            ways = {stage: (inboxes[worker], links.get((number, worker))) for stage, worker in others}
+            self.endpoints[number] = LocalEndpoint(boxes, inbox, ways, copies)
 
     def close(self) -> None:
         """See `Transport.close`: there is nothing to drop."""

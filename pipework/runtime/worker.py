@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipework.runtime.stage.actions import chained
@@ -91,24 +92,25 @@ class WorkerRun:
         self.device.enter_thread()
 
 
+@dataclass
 class RecordedActions:
     """The times of one worker's actions in a run, and their bytes.
 
-    Args:
+    Attributes:
         worker: its number.
         device: the worker's.
         runs: the worker's stages.
+        marks: each action, when it began and ended, and its bytes.
     """
 
-    def __init__(self, worker: int, device: WorkerDevice, runs: Mapping[int, StageRun]) -> None:
-        self._worker = worker
-        self._device = device
-        self._runs = runs
-        self._marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] = []
+    worker: int
+    device: WorkerDevice
+    runs: Mapping[int, StageRun]
+    marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] = field(default_factory=list)
 
     def start_clock(self) -> None:
         """Before the first action."""
-        self._clock = self._device.clock()
+        self._clock = self.device.clock()
 
     def begin(self) -> None:
         """An action has received its inputs, and computes from now on."""
@@ -119,9 +121,9 @@ class RecordedActions:
 
         def recorded(action: Action) -> None:
             handle(action)
-            end, meter = self._clock.now(), self._runs[action.stage].meter
+            end, meter = self._clock.now(), self.runs[action.stage].meter
             sizes = (0, 0, 0) if meter is None else meter.read(action.stage, action.micro_batch)
-            self._marks.append((action, self._start, end, sizes))
+            self.marks.append((action, self._start, end, sizes))
 
         return recorded
 
@@ -129,6 +131,6 @@ class RecordedActions:
         """The actions, in seconds and bytes."""
         seconds = self._clock.seconds
         return [
-            Interval(self._worker, action, seconds(start), seconds(end), most, held=held, sent=sent)
-            for action, start, end, (most, held, sent) in self._marks
+            Interval(self.worker, action, seconds(start), seconds(end), most, held=held, sent=sent)
+            for action, start, end, (most, held, sent) in self.marks
         ]
