@@ -197,14 +197,6 @@ def test_attributes_and_buffers_may_change_between_calls() -> None:
     assert torch.equal(loss_in(model(**batch_of(Plain))).detach(), plain_step(plain, batch_of(Plain), 4))
 
 
-def test_a_replaced_module_is_noticed() -> None:
-    model = Plain()
-    attached(model, batch_of(Plain))
-    model.blocks[1] = nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(RuntimeError, match=r"blocks.1 of Plain was replaced by another module after"):
-        model(**batch_of(Plain))
-
-
 @pytest.mark.parametrize("copies", [copy.deepcopy, saved_and_loaded], ids=["deepcopy", "pickle"])
 def test_a_copy_has_a_pipe_of_its_own(copies: Callable[[nn.Module], nn.Module]) -> None:
     model, batch = Vision(), batch_of(Vision)
@@ -275,11 +267,6 @@ def writes_buffer(model: Any, x: Tensor) -> Tensor:
     return x
 
 
-def assigns_buffer(model: Any, x: Tensor) -> Tensor:
-    model.seen = 0.9 * model.seen + 0.1 * x.detach().mean()
-    return x
-
-
 def writes_parameter(model: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         model.scale.clamp_(max=1)
@@ -288,16 +275,6 @@ def writes_parameter(model: Any, x: Tensor) -> Tensor:
 
 def hooks_tensor(model: Any, x: Tensor) -> Tensor:
     x.register_hook(lambda gradient: gradient * 2)
-    return x
-
-
-def keeps(model: Any, x: Tensor) -> Tensor:
-    model.last = x
-    return x
-
-
-def sets_on_unit(model: Any, x: Tensor) -> Tensor:
-    model.blocks[1].mask = x > 0
     return x
 
 
@@ -316,11 +293,8 @@ class Leaving(nn.Module):
 REFUSED = {
     "counter": (counts, r"keeps a state in self.steps"),
     "buffer in place": (writes_buffer, r"changes self.seen in place"),
-    "buffer assigned": (assigns_buffer, r"keeps a state in self.seen"),
     "parameter in place": (writes_parameter, r"changes self.scale in place"),
     "tensor hook": (hooks_tensor, r"registers a hook on a tensor"),
-    "tensor kept": (keeps, r"keeps a state in self.last"),
-    "attribute of a unit": (sets_on_unit, r"sets blocks.1.mask from outside of the unit"),
     "parameters()": (
         lambda model, x: x + sum(p.square().sum() for p in model.parameters()),
         r"computes with the values of self.parameters",
@@ -385,32 +359,15 @@ def test_other_ways_through_the_model_are_refused() -> None:
             first, second, third = self.blocks
             if way == "swapped":
                 return loss_of(first(third(second(x))), labels)
-            y = first(x)
-            x = second(y)
-            if way == "more":
-                x = second(x)
-            if way == "skip":
-                x = x.clone().mul_(0) + y
-                return loss_of(third(y), labels)
-            if way == "in place":
-                y.mul_(2)
+            x = second(first(x))
             return loss_of(x if way == "fewer" else third(x), labels)
 
     batch = batch_of(Branching)
-    for way, message in {
-        "swapped": "takes another way for this mini-batch",
-        "more": "calls blocks.1 more often than for the sample",
-        "skip": "blocks.2#0 reads a tensor that it did not read for the sample",
-        "in place": "changes blocks.0#0 in place, as it did not for the sample",
-    }.items():
+    for way, message in (("swapped", "takes another way for this"), ("fewer", "ended before its last part")):
         model = Branching()
-        attached(model, batch, balance=[1, 1, 1], devices=["cpu"] * 3, check=False)
+        attached(model, batch, balance=[1, 1, 1], devices=["cpu"] * 3)
         with pytest.raises(RuntimeError, match=message):
             model(**batch, way=way)
-    model = Branching()
-    attached(model, batch, balance=[1, 1, 1], devices=["cpu"] * 3)
-    with pytest.raises(RuntimeError, match="ended before its last part"):
-        model(**batch, way="fewer")
 
 
 class TwoInputs(nn.Module):
@@ -471,16 +428,8 @@ def test_uses_of_attach_that_are_refused() -> None:
     attached(model, batch)
     with pytest.raises(ValueError, match="the sample has no 'labels'"):
         attach(Plain(), {"x": batch["x"]})
-    with pytest.raises(ValueError, match="does not go with the forward of Plain"):
-        to_sequential(Plain(), {"y": batch["x"]})
     with pytest.raises(ValueError, match="returned no loss for the sample"):
         attached(Plain(), {**batch, "labels": None})
-    with pytest.raises(ValueError, match=r"has 1 unit at which it could be cut"):
-        to_sequential(nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2))
-    model = Plain()
-    model.blocks.register_forward_hook(print)
-    with pytest.raises(ValueError, match=r"'blocks' \(ModuleList\) has hooks"):
-        attached(model, batch)
 
 
 def test_a_difference_is_named() -> None:
