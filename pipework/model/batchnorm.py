@@ -254,7 +254,8 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
         The module, or its replacement.
 
     Raises:
-        ValueError: `chunks` is not a positive integer, or a lazy batch norm has no shape yet.
+        ValueError: `chunks` is not a positive integer, a lazy batch norm has no shape yet, or the module is a part of
+            a model.
 
     Example:
         >>> module = convert_deferred_batch_norm(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), chunks=8)
@@ -275,33 +276,30 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
 
 
 def _is_to_be_replaced(batch_norm: BatchNorm, chunks: int) -> bool:
-    if getattr(batch_norm, "is_elsewhere", False):  # it stands in place of the batch norm of another part of a model
-        return False
     if isinstance(batch_norm, LazyModuleMixin) and batch_norm.has_uninitialized_params():
         raise ValueError(
             f"{type(batch_norm).__name__} has no shape yet: run the module once on a small batch before it is converted"
         )
+    is_unit = hasattr(batch_norm, "unit_name")  # of a part, with another forward around that of its class
     if isinstance(batch_norm, DeferredBatchNorm):
-        return batch_norm.chunks != chunks
-    is_ordinary = _class_of(batch_norm).forward is BatchNorm.forward
-    return is_ordinary and batch_norm.track_running_stats and batch_norm.running_mean is not None
+        is_replaced = batch_norm.chunks != chunks
+    else:
+        is_ordinary = is_unit or type(batch_norm).forward is BatchNorm.forward
+        is_replaced = is_ordinary and batch_norm.track_running_stats and batch_norm.running_mean is not None
+    if is_replaced and is_unit:
+        raise ValueError(
+            "batch norms of a model that was cut already cannot be replaced: call "
+            f"pipework.convert_deferred_batch_norm(model, {chunks}) before the model is cut"
+        )
+    return is_replaced
 
 
 def _deferred(batch_norm: BatchNorm, chunks: int) -> nn.Module:
     """A deferred batch norm with all attributes, parameters, buffers and hooks of another batch norm."""
     deferred = DeferredBatchNorm.__new__(DeferredBatchNorm)
     deferred.__dict__.update(batch_norm.__dict__)
-    replaces = batch_norm._replaces if isinstance(batch_norm, DeferredBatchNorm) else _class_of(batch_norm)
-    deferred._prepare(chunks, replaces)
-    same_unit: Any = getattr(batch_norm, "same_unit", None)  # of a unit in a part of a model
-    replacement: nn.Module = deferred if same_unit is None else same_unit(deferred)
-    return replacement
-
-
-def _class_of(batch_norm: BatchNorm) -> type[BatchNorm]:
-    """The class of a batch norm; of a unit in a part of a model the class of the model's own module."""
-    own: type[BatchNorm] = getattr(batch_norm, "own_class", type(batch_norm))
-    return own
+    deferred._prepare(chunks, batch_norm._replaces if isinstance(batch_norm, DeferredBatchNorm) else type(batch_norm))
+    return deferred
 
 
 def _checked(chunks: int) -> int:

@@ -58,15 +58,6 @@ class Unit(nn.Module):
         own = self.__dict__.get("forward")
         return (super().forward if own is None else own)(*arguments, **keywords)
 
-    @property
-    def own_class(self) -> type[nn.Module]:
-        """The class of the model's own module."""
-        return _class_of(self)
-
-    def same_unit(self, module: nn.Module) -> Unit:
-        """Another module as this unit, such as a norm that replaces it."""
-        return twin_of(self.unit_name, module)
-
     def compile(self, *arguments: Any, **keywords: Any) -> None:
         """Compiles the module as `nn.Module.compile` does, without the methods of `Unit`, which ask for a run."""
         kind = _class_of(self)

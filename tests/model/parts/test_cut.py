@@ -136,6 +136,8 @@ def test_attached(checkpoint: str) -> None:
     model, batch = ResNet(), batch_of(ResNet)
     plain = convert_deferred_batch_norm(copy.deepcopy(model), 4)
     names = list(model.state_dict())
+    with pytest.raises(ValueError, match=r"cut already.*convert_deferred_batch_norm\(model, 4\) before the model is"):
+        convert_deferred_batch_norm(Cuttable(copy.deepcopy(model), batch, blocks=None).sequential(), 4)
     attached(model, batch, chunks=4, balance=[4, 3], deferred_batch_norm=True, checkpoint=checkpoint)
     assert list(model.state_dict()) == names
     for _ in range(2):
