@@ -118,16 +118,6 @@ def test_modes_end_with_their_context() -> None:
     assert mode.products == seen
 
 
-@pytest.mark.one_process("watches what all layers do, in one process")
-def test_the_modes_of_a_backward_are_those_around_it() -> None:
-    pipe, x = pipe_of(model()), torch.randn(12, 8)
-    with CountDispatch() as forward:
-        loss = pipe(x).sum()
-    with CountDispatch() as backward:
-        loss.backward()
-    assert (forward.products, backward.products) == (12, 20)
-
-
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_context_variables_reach_the_layers(way: Any, checkpoint: str) -> None:
     scale = contextvars.ContextVar("scale", default=1.0)

@@ -43,21 +43,23 @@ class Returns(nn.Module):
         return self.function(self.linear(x))
 
 
-class Overwrite(nn.Module):
+class Takes(nn.Module):
+    """Returns what a function makes of two tensors."""
+
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function = function
+
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        a.mul_(2)
-        return torch.cat([a, b * b], dim=1)
+        return self.function(a, b)
 
 
-class AddOverwritten(nn.Module):
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        a.mul_(2)
-        return a + b
+def overwrite(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.cat([a.mul_(2), b * b], dim=1)
 
 
-class Join(nn.Module):
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.cat([a, b * b], dim=1)
+def join(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.cat([a, b * b], dim=1)
 
 
 def twice(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,11 +72,9 @@ def with_a_view(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("balance", [[2], [1, 1]])
-@pytest.mark.parametrize(
-    ("function", "receiver"), [(twice, AddOverwritten), (twice, Overwrite), (twice, Join), (with_a_view, Join)]
-)
-def test_outputs_that_share_memory(function: object, receiver: type, balance: list[int], checkpoint: str) -> None:
-    plain = PipeSequential(Returns(function), receiver()).double()
+@pytest.mark.parametrize(("function", "receiver"), [(twice, overwrite), (twice, join), (with_a_view, join)])
+def test_outputs_that_share_memory(function: object, receiver: object, balance: list[int], checkpoint: str) -> None:
+    plain = PipeSequential(Returns(function), Takes(receiver)).double()
     pipe = WAYS["outside"].pipe(plain, 3, checkpoint, balance=balance)
     for _ in range(2):
         x = torch.randn(6, 4, dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_outputs_that_share_memory(function: object, receiver: type, balance: li
 @pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_overwriting_one_of_two_outputs_that_overlap_is_refused(checkpoint: str) -> None:
-    pipe = in_two(PipeSequential(Returns(with_a_view), Overwrite()), checkpoint)
+    pipe = in_two(PipeSequential(Returns(with_a_view), Takes(overwrite)), checkpoint)
     with pytest.raises(RuntimeError, match="share memory"):
         pipe(torch.randn(4, 4)).sum().backward()
     assert all(isinstance(parameter, nn.Parameter) for parameter in pipe.parameters())
@@ -469,15 +469,10 @@ def test_a_layer_that_is_assigned_must_fit_to_the_others(used: bool) -> None:
 # Inputs that are overwritten
 
 
-class AddDoubled(nn.Module):
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a + b.mul_(2)
-
-
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_an_input_that_is_no_leaf_may_be_overwritten_beside_one_that_is(checkpoint: str) -> None:
     linear = nn.Linear(3, 4).double()
-    pipe = in_two(PipeSequential(AddDoubled(), copy.deepcopy(linear)), checkpoint)
+    pipe = in_two(PipeSequential(Takes(lambda a, b: a + b.mul_(2)), copy.deepcopy(linear)), checkpoint)
     leaf, source = (torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     expected = linear(leaf + source * 6)
     expected_gradients = torch.autograd.grad(expected.square().sum(), [leaf, source])

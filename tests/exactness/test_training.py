@@ -33,19 +33,6 @@ def same_gradients(actual: Pipe, expected: nn.Module, factor: float = 1.0) -> bo
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_accumulated_mini_batches_are_bitwise_equal(way: Any, checkpoint: str) -> None:
-    plain = drawing()
-    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 2])
-    for step, rows in enumerate((6, 5, 2)):
-        x, y = batch(rows)
-        torch.manual_seed(step)
-        way.reference(plain, x, y, 3, draw_key())
-        torch.manual_seed(step)
-        way.loss(pipe, x, y).backward()
-        assert same_gradients(pipe, plain)
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_several_losses_may_be_under_way(way: Any, checkpoint: str) -> None:
     """The gradients of each are its own, whichever is differentiated first."""
     plain = drawing()
@@ -61,19 +48,6 @@ def test_several_losses_may_be_under_way(way: Any, checkpoint: str) -> None:
     losses[0].backward()
     for actual, expected in zip(pipe.parameters(), held(plain, pipe).parameters(), strict=True):
         assert torch.equal(actual.grad, expected.grad)  # a + b is b + a
-
-
-@pytest.mark.parametrize("requires_leaf", [True, False], ids=["leaf", "non-leaf"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_input_gradient_is_bitwise_equal(way: Any, checkpoint: str, requires_leaf: bool) -> None:
-    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
-    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1])
-    leaf, target = torch.randn(7, WIDTH, requires_grad=True), torch.randn(7)
-    factor = 1 if requires_leaf else 2
-    own = (leaf * factor).detach().requires_grad_()
-    way.reference(plain, own, target, 3, key=0)
-    way.loss(pipe, leaf if requires_leaf else leaf * factor, target).backward()
-    assert torch.equal(own.grad * factor, leaf.grad)
 
 
 def test_evaluation_between_steps_changes_nothing(way: Any) -> None:

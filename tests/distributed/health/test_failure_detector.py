@@ -1,5 +1,6 @@
 """The detectors of failures and hangs, with heartbeats and a clock that the test sets."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -163,6 +164,13 @@ def test_ranks_that_call_two_pipes_in_another_order() -> None:
     fine = [elsewhere(1, place=NO_CALL), elsewhere(2, place=(1, 1)), beat(4)._replace(place=THERE)]
     assert not any(make_detector().check(0.0, {1: each}, CALL) for each in fine)
     assert make_detector().check(0.0, {1: elsewhere(6)}, CALL.ended()) is None
+
+
+def test_a_copy_of_the_calls_is_of_another_process() -> None:
+    """As where a mesh is copied."""
+    calls = ProcessCalls()
+    calls.begin(calls.add())
+    assert copy.deepcopy(calls).present == NO_CALL
 
 
 # ---- times, and an action of this rank ------------------------------------------------------------------------------

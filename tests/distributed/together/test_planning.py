@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 import pipework
 from pipework import Mesh, Pipe
+from pipework.testing import reference_step
+from tests.distributed.together.alike import other_gradients
 from tests.jobs import runs_on
 from tests.planning.made_profiles import made
 
@@ -33,9 +35,12 @@ def test_all_ranks_get_the_same_plan_and_train_with_it(mesh: Mesh) -> tuple[str,
     plan = pipework.plan(layers(), x, memory={"cpu": "1 MiB"}, **options)
     assert [worker.limit for worker in plan.workers] == [2.0**20] * 2
     assert plan.devices == ("cpu", "cpu")
-    pipe = Pipe(layers(), plan=plan, mesh=mesh, loss_fn=F.mse_loss)
+    pipe, plain = Pipe(layers(), plan=plan, mesh=mesh, loss_fn=F.mse_loss), layers()
+    assert pipe.schedule().orders == plan.schedule.orders
     loss = pipe(x, target=y)
     loss.backward()
+    assert torch.equal(loss, reference_step(plain, x, y, F.mse_loss, plan.chunks, key=0).loss)
+    assert other_gradients(pipe, plain) == []
     with pytest.raises(RuntimeError if mesh.worker else ValueError, match="memory names 'gpu'"):
         pipework.plan(layers(), x, memory={"gpu": "2 MiB"}, **options)
     with pytest.raises(RuntimeError if mesh.worker else ValueError, match="chunks is 17, and a mini-batch has 16 rows"):

@@ -174,25 +174,6 @@ def test_what_no_rank_reads_may_differ(mesh: Mesh) -> None:
         pipe(x if pipe.is_first else float(mesh.rank), target=y)
 
 
-@runs_on(3)
-def test_a_target_on_the_first_rank_alone_breaks_nothing(mesh: Mesh) -> None:
-    pipe, outside = made(mesh), Pipe(layers(), 2, mesh=mesh)
-    y = Y if pipe.is_first else None
-    pipe.eval()
-    words = "a target was given on the first rank of the pipe, and none on rank 2, which"
-    with torch.no_grad():
-        for options in ({}, {"return_output": True}):
-            with pytest.raises(ValueError, match=words):
-                pipe(X, target=y, **options)
-        with pytest.raises(ValueError, match="return_output= and loss_scale= are for pipe"):
-            pipe(X, return_output=True)
-    pipe.train()
-    pipe(X, target=Y).backward()
-    # A rank that comes later finds that another has raised it and has ended.
-    with refused(rf"{words}|rank \d .* is gone"):
-        outside(X, target=y, outputs="all")
-
-
 # ---- other calls, and other backwards --------------------------------------------------------------------------------
 
 
@@ -346,18 +327,6 @@ def test_what_all_processes_doubt_is_told_by_one(mesh: Mesh) -> None:
         warnings.simplefilter("always")
         Pipe(layers(), 1, mesh=mesh)
     assert [str(each.message)[:11] for each in caught] == ([] if mesh.rank else ["chunks is 1"])
-
-
-@runs_on(2)
-def test_ranks_with_other_losses_are_refused(mesh: Mesh) -> None:
-    loss = [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)][mesh.rank]
-    weights = {"loss_fn": nn.MSELoss(), "loss_weight": len if mesh.rank else torch.numel}
-    for words, options in (
-        ("loss_fn, first difference at 1.label_smoothing: 0.0 on rank 0; 0.1 on rank 1", {"loss_fn": loss}),
-        ('numel" on rank 0; "len" on rank 1', weights),
-    ):
-        with pytest.raises(ValueError, match=f"(?s)the ranks were started with different settings.*{words}"):
-            Pipe(layers(), 2, mesh=mesh, **options)
 
 
 @runs_on(2)

@@ -103,6 +103,7 @@ DIFFERENCES: dict[str, str] = {
     "layer": 'layers, first difference at 1: "1: Tanh" on rank 0; "1: ReLU" on rank 1',
     "version": f'pipework: "{pipework.__version__}" on rank 0; "0.0.1" on rank 1',
     "torch": f'torch: "{torch.__version__}" on rank 0; "1.0" on rank 1',
+    "loss": "loss_fn, first difference at 1.label_smoothing: 0.0 on rank 0; 0.1 on rank 1",
     "checkpoint": 'checkpoint: "except_last" on rank 0; "always" on rank 1',
 }
 
@@ -120,9 +121,10 @@ def test_different_settings(mesh: Mesh, about: str, monkeypatch: pytest.MonkeyPa
     options["checkpoint"] = "always" if odd == "checkpoint" else "except_last"
     width = 9 if odd == "model" else 8
     module = nn.Sequential(nn.Linear(8, 8), nn.ReLU() if odd == "layer" else nn.Tanh(), nn.Linear(8, width))
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1 if odd == "loss" else 0.0)
     begin = time.monotonic()
     with pytest.raises(ValueError, match="the ranks were started with different settings") as caught:
-        Pipe(module, loss_fn=mean_square, mesh=mesh, balance=[1, 2], **options)
+        Pipe(module, loss_fn=loss, mesh=mesh, balance=[1, 2], **options)
     assert DIFFERENCES[about] in str(caught.value)
     assert time.monotonic() - begin <= 5.0 * PATIENCE
 
