@@ -22,11 +22,6 @@ def test_each_attempt_has_one_prefix_of_its_own() -> None:
     assert len(set.union(*found)) == 3
 
 
-def test_a_single_rank() -> None:
-    store = HashStore()
-    assert attempt_prefix(store, 0, 1) != attempt_prefix(store, 0, 1)
-
-
 def test_a_rank_that_restarts_alone_is_waited_for() -> None:
     """Rank 1 of the former attempt has left its token; the list changes as soon as the new process writes its own."""
     store = HashStore()

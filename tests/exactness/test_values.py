@@ -101,6 +101,28 @@ class UnpackFrozen(nn.Module):
         return state.hidden * state.double + state.late
 
 
+class PackOutput(nn.Module):
+    """Gives an output of transformers, of which two fields are left out, and one has no gradient in a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        outputs = pytest.importorskip("transformers.modeling_outputs")
+        y = self.linear(x)
+        return outputs.BaseModelOutputWithPooling(last_hidden_state=y, hidden_states=(x.detach() * 2, y * 2))
+
+
+class UnpackOutput(nn.Module):
+    def forward(self, state):
+        assert type(state).__name__ == "BaseModelOutputWithPooling"
+        assert list(state) == ["last_hidden_state", "hidden_states"]
+        assert state.pooler_output is None
+        first, second = state.hidden_states
+        return state[0] * first + second
+
+
 def test_a_dataclass_without_tensors_leaves_the_pipe_as_it_is() -> None:
     class Configured(nn.Module):
         def __init__(self) -> None:
@@ -119,7 +141,7 @@ def test_a_dataclass_without_tensors_leaves_the_pipe_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize(("pack", "unpack"), [(Pack, Unpack), (PackFrozen, UnpackFrozen)])
+@pytest.mark.parametrize(("pack", "unpack"), [(Pack, Unpack), (PackFrozen, UnpackFrozen), (PackOutput, UnpackOutput)])
 def test_nested_values_cross_a_boundary(way: Any, pack: type, unpack: type, checkpoint: str) -> None:
     plain = nn.Sequential(pack(), unpack(), pack(), unpack()).double()
     pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1])

@@ -57,12 +57,6 @@ def test_only_dense_tensors_are_split(pipe: Pipe, tensor: torch.Tensor, kind: st
         with_loss(torch.randn(4, 4), target=tensor)
 
 
-def test_wrong_width_is_the_layers_own_error_with_a_note(pipe: Pipe) -> None:
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as caught:
-        pipe(torch.randn(4, 5))
-    assert caught.value.__notes__ == ["pipework: in layer '0' (Linear)", "pipework: stage 0, micro-batch 0, action F"]
-
-
 def test_outputs_that_are_nested_differently_in_each_micro_batch() -> None:
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor) -> object:

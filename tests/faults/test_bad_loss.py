@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipework import NoChunk, Pipe
+from pipework import Pipe
 from pipework.schedule import one_forward_one_backward
 
 ROWS = 6
@@ -45,7 +45,7 @@ def pipe(make: Callable[..., Pipe]) -> Iterator[Pipe]:
         (torch.zeros(ROWS - 1, 4), r"inputs have 6 rows and a target tensor has shape \(5, 4\)"),
         (torch.zeros(ROWS + 1, 4), r"inputs have 6 rows and a target tensor has shape \(7, 4\)"),
         (torch.zeros(0, 4), r"inputs have 6 rows and a target tensor has shape \(0, 4\)"),
-        (torch.tensor(1.0), r"shape \(\): wanted as many rows. Wrap .* in NoChunk"),
+        (torch.tensor(1.0), r"shape \(\): wanted as many rows, .*Wrap .* in NoChunk"),
         (torch.zeros(ROWS, 4, requires_grad=True), "requires a gradient, which it would not get"),
         ({"a": torch.zeros(ROWS, 4), "b": [torch.zeros(2)]}, r"shape \(2,\)"),
         (torch.zeros(ROWS, 4, device="meta"), "meta"),
@@ -56,18 +56,6 @@ def test_a_target_that_does_not_fit(pipe: Pipe, target: Any, message: str) -> No
     with pytest.raises((ValueError, NotImplementedError), match=message):
         pipe(torch.randn(ROWS, 4, generator=torch.Generator()), target=target)
     assert message == "meta" or torch.equal(torch.get_rng_state(), state), "nothing has been drawn"
-
-
-def test_a_target_of_another_shape_is_the_loss_functions_own_error(make: Callable[..., Pipe]) -> None:
-    def difference(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).sum()
-
-    with pytest.raises(RuntimeError, match="must match the size") as caught:
-        make(difference)(torch.randn(ROWS, 4), target=NoChunk(torch.zeros(3, 5)))
-    assert caught.value.__notes__ == [
-        "pipework: in loss_fn (difference)",
-        "pipework: stage 3, micro-batch 0, action F",
-    ]
 
 
 def test_a_missing_target_says_what_to_call() -> None:

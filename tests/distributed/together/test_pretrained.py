@@ -112,42 +112,6 @@ def test_replicas_save_one_model(mesh: Mesh, folder: str) -> None:
         torch.testing.assert_close(tensor, plain.state_dict()[key])
 
 
-def train_adapters(mesh: Mesh, folder: str) -> list[int]:
-    """The bytes of the gradients and of all parameters here."""
-    import peft
-
-    warnings.simplefilter("ignore", FutureWarning)  # PEFT calls what transformers is to remove
-    place = Path(folder)
-    torch.manual_seed(5)
-    model = peft.get_peft_model(made("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    pipe = pipework.attach(model, BATCH, chunks=2, mesh=mesh)
-    pipework.load_pretrained(pipe, place / "source")  # below the adapters
-    for _ in range(2):
-        model.zero_grad()
-        train_a_step(model)
-    pipework.save_pretrained(pipe, place / "out")
-    model.eval()
-    base = type(made("llama")).from_pretrained(place / "source")
-    with torch.no_grad():
-        again = peft.PeftModel.from_pretrained(base, place / "out").eval()
-        assert torch.equal(model(**BATCH).logits, logits_of(again))
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [sum(each.nbytes for each in gradients), sum(p.nbytes for p in model.parameters())]
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_adapters_are_saved_by_themselves(on_ranks: Run, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    made("llama").save_pretrained(tmp_path / "source")
-    ranks = on_ranks(2, train_adapters, patience=120.0, folder=str(tmp_path))
-    files = sorted(path.name for path in (tmp_path / "out").iterdir() if path.name != "README.md")
-    assert files == ["adapter_config.json", "adapter_model.safetensors"]
-    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert len(tensors) == 4 * 2 * 2
-    assert all("lora_" in name for name in tensors)
-    assert sum(gradients for gradients, _ in ranks) == sum(tensor.nbytes for tensor in tensors.values())
-
-
 # By name: the model, whether it has got four words more, and the options of its adapter.
 ADAPTERS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "attention": ("llama", False, {"target_modules": ["q_proj", "v_proj"]}),
@@ -226,35 +190,3 @@ def test_adapters_are_those_that_peft_writes_for_the_whole_model(on_ranks: Run, 
             keys |= expected.keys()
         assert len(keys) == sum(len(each[name]) for each in read), name
         assert (ranks / "README.md").read_text() == (plain / "README.md").read_text()
-
-
-def steps_of(folder: str, workers: dict[str, Any], seed: int, count: int, *, saves: bool = False) -> list[float]:
-    """The losses; the first step is saved, or follows a checkpoint."""
-    torch.manual_seed(seed)
-    model = made("tied llama")
-    pipe = pipework.attach(model, BATCH, chunks=2, **workers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if not saves:
-        assert pipework.load_checkpoint(folder, pipe, optimizer) is not None
-    losses = []
-    for step in range(count):
-        optimizer.zero_grad()
-        loss = model(**BATCH).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if saves and step == 0:
-            pipework.save_checkpoint(folder, pipe, optimizer, step=1)
-    return losses
-
-
-def on_some_ranks(mesh: Mesh, folder: str, *, saves: bool) -> list[float]:
-    return steps_of(folder, {"mesh": mesh}, 0 if saves else 1, 3 if saves else 2, saves=saves)
-
-
-def test_a_checkpoint_of_two_ranks_resumes_on_four_and_on_one(on_ranks: Run, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    expected = on_ranks(2, on_some_ranks, patience=120.0, folder=folder, saves=True)[0][1:]
-    assert steps_of(folder, {"devices": ["cpu"]}, 1, 2) == pytest.approx(expected, rel=1e-5)
-    for losses in on_ranks(4, on_some_ranks, patience=120.0, folder=folder, saves=False):
-        assert losses == pytest.approx(expected, rel=1e-5)

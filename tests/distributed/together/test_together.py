@@ -155,23 +155,6 @@ def test_clipping_and_checkpoints(mesh: Mesh, folder: str) -> None:
     assert load_checkpoint(folder, threads, torch.optim.AdamW(threads.parameters())) is not None
 
 
-@runs_on(2)
-def test_a_model_on_the_meta_device(mesh: Mesh) -> float:
-    pipes = []
-    for workers in ({"mesh": mesh}, {"devices": ["cpu"] * 3}):
-        torch.manual_seed(5)
-        with torch.device("meta"):
-            model = model_with_norms()
-        pipes.append(Pipe(model, chunks=2, loss_fn=cross_entropy, **workers))
-    pipe, threads = pipes
-    for name, tensor in pipe.state_dict().items():
-        assert torch.equal(tensor, threads.state_dict()[name]), name
-    x, y = batch()
-    loss = pipe(x, target=y)
-    assert torch.equal(loss, threads(x, target=y))
-    return loss.item()
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @runs_on(4, dp=2)
 def test_replicas_train_as_one_model_on_all_data(mesh: Mesh, schedule: str, folder: str) -> None:
@@ -229,20 +212,6 @@ def test_every_process_gets_the_whole_recording(mesh: Mesh, folder: str) -> floa
 
 
 @runs_on(2)
-def test_all_processes_stop_after_the_same_step(mesh: Mesh) -> int:
-    pipe = pipe_of(mesh, chunks=4)
-    x, y = batch()
-    for step in range(1000):
-        pipe(x, target=y).backward()
-        if mesh.rank == 0 and step == 3:
-            pipe.request_stop()
-        if pipe.stopping:
-            break
-    assert 3 <= step < 999
-    return step
-
-
-@runs_on(2)
 def test_a_pipe_that_is_dropped_leaves_nothing(mesh: Mesh) -> None:
     before = threading.active_count()
     pipe = pipe_of(mesh)
@@ -264,18 +233,6 @@ def test_a_pipe_that_is_dropped_leaves_nothing(mesh: Mesh) -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize(("ranks", "names"), [(2, ["pp"]), (4, ["pp", "dp"])])
-@runs_on()
-def test_a_device_mesh_of_the_users_own(mesh: Mesh, names: list[str]) -> None:
-    replicas = len(names)
-    given = init_device_mesh("cpu", (2, 2)[:replicas], mesh_dim_names=tuple(names))
-    pipe = pipe_of(given)
-    x, y = batch()
-    pipe(x, target=y).backward()
-    place = [pipe.data_parallel_rank, pipe.data_parallel_size, *pipe.stages]
-    assert place == [mesh.rank % replicas, replicas, mesh.rank // replicas]
-
-
 @runs_on(2)
 def test_meshes_and_settings_that_do_not_fit_are_refused(mesh: Mesh) -> None:
     module = model_with_norms()
@@ -295,5 +252,3 @@ def test_meshes_and_settings_that_do_not_fit_are_refused(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match="action_timeout must be a positive number of seconds, or None: got 0"):
         Mesh.of(device_mesh, action_timeout=0)
     assert Mesh.of(device_mesh, detect=3, grace=1).grace == 1
-    with pytest.raises(ValueError, match=r"different settings.*\n.*chunks: 2 on rank 0.*; 3 on rank 1"):
-        Pipe(module, chunks=2 + mesh.rank, mesh=mesh)
