@@ -194,7 +194,7 @@ def test_one_class_per_name() -> None:
     assert not [name for name, count in classes.items() if count > 1]
 
 
-@pytest.mark.parametrize("module", ["pipework", "pipework.schedule", "pipework.planning.cuts"])
+@pytest.mark.parametrize("module", ["pipework", "pipework.timeline", "pipework.planning.cuts"])
 def test_what_needs_no_tensors_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -26,26 +26,8 @@ def test_the_next_stage_needs_no_mention():
         assert str(Action.parse(text)) == text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "F",
-        "2F",
-        "F3",
-        "2X3",
-        "2f3",
-        "-1F3",
-        "2 F3",
-        "2F3 1",
-        "2F3.0",
-        "\u0662F3",
-        "2F3@4",
-        "2REDUCE_GRAD3",
-        "2SEND_F",
-        "2SEND_F3@",
-    ],
-)
+@pytest.mark.parametrize("text", ["", "F", "2F", "F3", "2X3", "2f3", "-1F3", "2 F3", "2F3 1", "2F3.0", "\u0662F3"])
 def test_other_text_is_refused(text):
-    with pytest.raises(ValueError, match=rf"^{re.escape(repr(text))} is not an action.*write '2F3'"):
-        Action.parse(text)
+    for wrong in (text, "2F3@4", "2REDUCE_GRAD3", "2SEND_F", "2SEND_F3@"):
+        with pytest.raises(ValueError, match=rf"^{re.escape(repr(wrong))} is not an action.*write '2F3'"):
+            Action.parse(wrong)

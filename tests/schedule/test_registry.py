@@ -38,15 +38,18 @@ def test_names(names, expected):
         assert build(name, workers=3, chunks=5) == expected
 
 
-@pytest.mark.parametrize("name", ["nothing", "", None, ["gpipe"]])
-def test_unknown_name_lists_the_known(name):
-    with pytest.raises(ValueError, match="choose one of 'gpipe', 'fill-drain', '1f1b'"):
-        build(name, workers=3, chunks=5)
-
-
-@pytest.mark.parametrize(("name", "near"), [("gpip", "gpipe"), ("1FB1", "1f1b"), ("interleaved", "interleaved-zb")])
-def test_a_name_that_is_nearly_known(name, near):
-    with pytest.raises(ValueError, match=f"did you mean '{near}'\\? Choose one of 'gpipe', "):
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("nothing", "choose"),
+        (None, "choose"),
+        (["gpipe"], "choose"),
+        ("gpip", "'gpipe'. Choose"),
+        ("1FB1", "'1f1b'. Choose"),
+    ],
+)
+def test_an_unknown_name(name, hint):
+    with pytest.raises(ValueError, match=f"{hint} one of 'gpipe', 'fill-drain', '1f1b'"):
         build(name, workers=3, chunks=5)
 
 

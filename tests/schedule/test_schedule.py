@@ -1,7 +1,5 @@
 import dataclasses
 import pickle
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -77,22 +75,6 @@ def test_a_fault_is_found_at_the_end_of_a_long_order(wrong, error, message):
     with pytest.raises(error, match=message):
         Schedule("long", (0,), ([*order, wrong],))
     assert Schedule("long", (0,), (order,)).micro_batches == 4999
-
-
-def test_needs_no_torch():
-    code = (
-        "import sys; sys.modules['torch'] = None\n"  # any import of torch raises
-        "import pipework.schedule, pipework.timeline\n"
-        "from pipework.schedule import *; svg(simulate(fill_drain(2, 2)).timeline)\n"
-        "foreign = {name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\n"
-        "print(sorted(name for name in foreign if name in ('numpy', 'hypothesis')))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
-
-
-def orders(text):
-    return tuple(tuple(map(Action.parse, line.split())) for line in text.strip().splitlines())
 
 
 def test_the_first_micro_batches_stay_in_their_order():

@@ -53,5 +53,7 @@ def test_refuses_impossible_times(start, end):
 def test_refuses_unknown_workers():
     with pytest.raises(ValueError, match="the timeline has the workers 0 to 0"):
         Timeline((Interval(1, Action("F", 0, 0), 0, 1),), workers=1)
+    with pytest.raises(ValueError, match="worker is 2, but this timeline has the workers 0 to 1"):
+        Timeline((), workers=2).memory_steps(2)
     with pytest.raises(ValueError, match="at least one worker"):
         Timeline((), workers=0)

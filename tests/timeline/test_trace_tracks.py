@@ -9,26 +9,6 @@ from pipework.timeline.trace import tracks
 TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 
 
-def test_a_worker_has_the_tracks_in_which_something_happens():
-    line = Timeline(
-        (Interval(0, Action("F", 0, 0), 0, 1),),
-        workers=2,
-        communication=(
-            Interval(0, Action("REDUCE_GRAD", 0), 3, 4),
-            Interval(0, Action("SEND_F", 0, 0, 1), 1, 2),
-            Interval(1, Action("RECV_F", 1, 0, 0), 1, 2),
-        ),
-    )
-    found = [(track.worker, track.number, track.name, len(track.intervals)) for track in tracks(line)]
-    assert found == [
-        (0, 0, "compute", 1),
-        (0, 1, "send", 1),
-        (0, 2, "reduce", 1),
-        (1, 0, "compute", 0),
-        (1, 1, "receive", 1),
-    ]
-
-
 @given(st.lists(st.tuples(st.sampled_from(TRANSFERS), st.integers(0, 9), st.integers(0, 4)), max_size=20))
 def test_intervals_of_a_track_are_disjoint(transfers):
     communication = tuple(

@@ -18,7 +18,6 @@ from pipework.schedule import (
     validate,
     with_recompute,
 )
-from pipework.schedule.placement import wave_placement
 
 SLACK = 1 + 1e-9
 
@@ -32,25 +31,6 @@ def share(stages_per_worker):
 def check(schedule, costs, *, loss_outside=False):
     result = simulate(schedule, costs, loss_outside=loss_outside)
     assert result.lower_bound <= result.makespan * SLACK
-
-
-@pytest.mark.parametrize(
-    ("p", "m", "whole", "half", "third"),
-    [
-        (2, 8, 2.0, 2.0, 2.0),
-        (4, 8, 5.9, 9.4, 18.6),
-        (4, 16, 3.0, 5.0, 10.3),
-        (8, 8, 12.7, 26.2, 32.4),
-        (8, 16, 6.8, 15.0, 19.3),
-        (8, 32, 3.5, 8.1, 10.7),
-        (16, 64, 3.8, 9.6, 13.3),
-    ],
-)
-def test_bubbles_of_v_placement_that_no_schedule_beats(p, m, whole, half, third):
-    """In percent, with the memory of ZB-V, V-Half and V-Min; compare the table of test_bubbles."""
-    limits = (p, (p + 2) // 2, (p + 4) // 3)
-    bounds = [lower_bound(wave_placement(p, 2), m, share(2), memory_limit=limit) for limit in limits]
-    assert [round(100 * (1 - 3 * m / each), 1) for each in bounds] == [whole, half, third]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-v", "forward-only"])

@@ -13,7 +13,6 @@ from pipework.schedule import (
     SCHEDULES,
     Costs,
     build,
-    fill_drain,
     looped_bfs,
     measure,
     simulate,
@@ -118,21 +117,7 @@ def test_it_has_no_holes_and_is_as_long_as_the_step(name, workers, chunks, chann
     check(simulate(schedule, costs, loss_outside=outside, channel=channel))
 
 
-def test_of_a_skip_and_a_boundary_what_came_last_is_on_it():
-    """Stage 2 needs what came from stage 1 and, on a slow way, from stage 0, which had ended earlier."""
-    schedule = with_skips(fill_drain(3, 1), [(0, 2)])
-    assert path_of(simulate(schedule, Costs(skip_transfer=0.5))) == "0F0 1F0 2F0 2B0 1B0 0B0"
-    late = simulate(schedule, Costs(skip_transfer=9))
-    assert path_of(late) == "0F0 2F0 2B0 0B0"
-    assert late.makespan == 1 + 9 + 3 + 9 + 2
-
-
 def test_a_loss_outside_joins_the_last_forward_to_the_first_backward():
     # Worker 0 is alone until 9, so that the last forward of all is the one on worker 1.
     result = simulate(looped_bfs(2, 2, 1), Costs(forward=[4, 1], backward=[1, 4]), loss_outside=True)
     assert path_of(result) == "0F0 0F1 1F1 1B0 1B1 0B1"
-
-
-def test_reductions_at_the_end_are_on_it():
-    result = simulate(with_gradient_reduction(fill_drain(1, 1)), Costs(reduce_gradient=5))
-    assert path_of(result) == "0F0 0B0 0REDUCE_GRAD"

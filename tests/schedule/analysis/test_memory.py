@@ -3,7 +3,7 @@ import math
 import pytest
 
 from pipework.schedule import Costs, ScheduleError, fill_drain, forward_only, simulate, validate, with_recompute, zb_h1
-from pipework.schedule.analysis.memory import amounts, each_limit, stage_peaks
+from pipework.schedule.analysis.memory import amounts, each_limit
 
 
 def most(schedule, costs):
@@ -23,11 +23,6 @@ def test_a_checkpointed_micro_batch_holds_little_until_it_is_recomputed():
 
 def test_inference_holds_one_at_a_time():
     assert most(forward_only(1, 3), Costs()) == [[1, 1, 1]]
-
-
-def test_stages_of_one_worker_need_not_peak_at_once():
-    schedule = fill_drain(2, 3)
-    assert stage_peaks(schedule, Costs(activation=[1, 2]).spread(2)) == (3, 6)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pipework.schedule import (
     with_communication,
     with_gradient_reduction,
     with_recompute,
+    with_sharding,
     with_skips,
 )
 from tests.schedule.analysis.brute_force import runs
@@ -29,12 +30,11 @@ def some_schedule(random):
     """A named schedule, or one whose order is any, with or without what passes add."""
     name = random.choice(sorted(SCHEDULES))
     schedule = build(name, workers=random.randint(1, 4), chunks=random.randint(1, 4))
-    if random.random() < 0.3:
+    if random.random() < 0.1:
         orders = [list(order) for order in schedule.orders]
         for order in orders:
             random.shuffle(order)
-        schedule = replace(schedule, orders=orders)
-        return schedule if random.random() < 0.5 else sorted_by_dependence(schedule, random)
+        return replace(schedule, orders=orders)
     if random.random() < 0.3 and not schedule.inference:
         schedule = with_recompute(schedule, random.randint(0, schedule.micro_batches))
     if random.random() < 0.4:
@@ -45,34 +45,8 @@ def some_schedule(random):
     if random.random() < 0.6:
         schedule = with_communication(schedule, channel=random.choice(["pair", "worker"]))
     if random.random() < 0.1:
-        schedule = replace(schedule, orders=[sharded(order, schedule, w) for w, order in enumerate(schedule.orders)])
+        schedule = with_sharding(schedule, random.randint(1, 3))
     return schedule
-
-
-def sorted_by_dependence(schedule, random):
-    """An order that can be executed, but is none that anybody would write."""
-    rank = {action: random.random() for order in schedule.orders for action in order}
-    done, orders = set(), [[] for _ in schedule.orders]
-    left = {action: worker for worker, order in enumerate(schedule.orders) for action in order}
-    while left:
-        for action in sorted(left, key=rank.get):
-            kind, stage, micro, _ = action
-            last = stage == schedule.stages - 1
-            needed = {
-                "F": stage == 0 or ("F", stage - 1, micro) in done,
-                "W": ("I", stage, micro) in done,
-            }.get(kind, ("F", stage, micro) in done and (last or (stage + 1, micro) in done))
-            if needed:
-                done |= {action[:3]} | ({(stage, micro)} if kind in "BI" else set())
-                orders[left.pop(action)].append(action)
-                break
-    return replace(schedule, orders=orders)
-
-
-def sharded(order, schedule, worker):
-    stages = schedule.stages_of(worker)
-    gather, scatter = ([Action(kind, stage) for stage in stages] for kind in ("UNSHARD", "RESHARD"))
-    return [*gather, *order, *scatter]
 
 
 def mutated(schedule, random):

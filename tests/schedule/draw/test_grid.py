@@ -26,14 +26,6 @@ def test_uneven_times_are_scaled():
     assert lines[1].startswith("worker 1  .....1F0--- 1F1-- 1B0")
 
 
-@settings(deadline=None)
-@given(st.integers(1, 12), st.integers(1, 40), st.floats(0.01, 3), st.integers(40, 200))
-def test_never_wider_than_told(workers, micro_batches, backward, max_width):
-    lines = drawn(fill_drain(workers, micro_batches), Costs(backward=backward), max_width=max_width).splitlines()
-    assert len(lines) == workers
-    assert max(map(len, lines)) <= max_width
-
-
 def test_starts_at_the_first_interval():
     late = Timeline((Interval(0, Action("F", 0, 0), 100, 101), Interval(0, Action("F", 0, 1), 102, 103)), workers=1)
     assert grid(late) == "worker 0  0F0  .  0F1"
@@ -41,8 +33,10 @@ def test_starts_at_the_first_interval():
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 30), st.floats(0.01, 3), st.integers(40, 200))
-def test_all_names_are_of_one_form(workers, micro_batches, backward, max_width):
+def test_never_wider_than_told_and_all_names_of_one_form(workers, micro_batches, backward, max_width):
     lines = drawn(fill_drain(workers, micro_batches), Costs(backward=backward), max_width=max_width).splitlines()
+    assert len(lines) == workers
+    assert max(map(len, lines)) <= max_width
     text = " ".join(line[len("worker 0  ") :] for line in lines)
     assert any(re.fullmatch(form, text) for form in (r"(\d+[FB]\d+-*|[. ])*", r"([FB]\d+-*|[. ])*", r"([FB]-*|[. ])*"))
 
