@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -84,34 +84,20 @@ def _share(size: float, limit: float) -> float:
     return size / limit if size > limit * SLACK else 1.0
 
 
-def best_cuts(problem: CutProblem, count: int = 1) -> list[tuple[int, ...]]:
-    """The best cut that is found, and others, better ones first.
+def best_cut(problem: CutProblem) -> tuple[int, ...]:
+    """The best cut that is found.
 
     The most work of a worker is as small as possible, within the limits; exactly so if each worker holds one stage.
-    If no cut is within the limits, this is the one that is least above them. Others give less work to the worker of
-    the first stage, of the last, of both or of the middle: that may fill and drain the pipeline faster.
-
-    Args:
-        problem: what is to be cut.
-        count: the number of cuts that are wanted; there may be fewer.
+    If no cut is within the limits, this is the one that is least above them.
 
     Returns:
-        The number of layers of each stage, for each cut.
+        The number of layers of each stage.
 
     Example:
-        >>> best_cuts(CutProblem((0, 1, 1, 0), [[4, 1, 1, 1, 1]] * 4, [[0] * 5] * 4, [1, 1]))
-        [(1, 2, 1, 1)]
-        >>> best_cuts(CutProblem((0, 1), [[3, 1, 1, 1, 3]] * 2, [[0] * 5] * 2, [1, 1]), count=2)
-        [(3, 2), (2, 3)]
+        >>> best_cut(CutProblem((0, 1, 1, 0), [[4, 1, 1, 1, 1]] * 4, [[0] * 5] * 4, [1, 1]))
+        (1, 2, 1, 1)
     """
-    placement = problem.placement
-    found = [_best(problem)]
-    if count > 1:
-        first, last, middle = placement[0], placement[-1], placement[len(placement) // 2]
-        groups = dict.fromkeys(((first,), (last,), tuple({first, last}), (middle,)))
-        lighter = [_with_slower(problem, group, by) for group in groups for by in (1.02, 1.05, 1.1, 1.2)]
-        found += sorted(map(_best, lighter), key=problem.key)
-    return list(dict.fromkeys(tuple(after - before for before, after in pairwise(ends)) for ends in found))[:count]
+    return tuple(after - before for before, after in pairwise(_best(problem)))
 
 
 def _best(problem: CutProblem) -> Ends:
@@ -135,17 +121,6 @@ def _best(problem: CutProblem) -> Ends:
             if problem.key(ends)[0] == 1:
                 break
     return ends
-
-
-def _with_slower(problem: CutProblem, workers: Sequence[int], by: float) -> CutProblem:
-    """The problem with layers that take longer on some workers, which get less of them."""
-    made: dict[tuple[int, bool], Sequence[float]] = {}  # rows that are one object stay one
-    for row, worker in zip(problem.seconds, problem.placement, strict=True):
-        key = id(row), worker in workers
-        if key not in made:
-            made[key] = [by * each for each in row] if worker in workers else row
-    keys = ((id(row), at in workers) for row, at in zip(problem.seconds, problem.placement, strict=True))
-    return replace(problem, seconds=[made[key] for key in keys])
 
 
 def _even(problem: CutProblem, shares: Sequence[float]) -> Ends:

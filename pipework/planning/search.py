@@ -2,7 +2,7 @@
 
 1. Each schedule by name, with each number of micro-batches and each order of unequal devices, gets the best cut for it.
    Where that does not fit, stages recompute until it does.
-2. The best of these get other good cuts, and then their boundaries are moved by a layer, as long as that helps.
+2. The boundaries of the best of these are moved by a layer, as long as that helps.
 
 What is best is the simulated step of a candidate. Nothing here imports torch.
 """
@@ -19,7 +19,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipework.planning.candidate import Candidate
-from pipework.planning.cuts import CutProblem, best_cuts
+from pipework.planning.cuts import CutProblem, best_cut
 from pipework.planning.request import make_request, memory_size
 from pipework.schedule import SCHEDULES, Costs, build, simulate
 from pipework.schedule.argument_checks import positive_integers
@@ -35,7 +35,6 @@ _FEW = 8  # equal devices, of which a part may be enough
 _UNEQUAL = 4  # devices, all orders of which are tried
 _MOST_STAGES = 4  # of a worker
 _BEST = 4  # candidates of other sizes and shapes, whose cuts are improved
-_VARIANTS = 8  # other cuts of each
 _PARTS = 8  # recomputation grows by this part of a stage's micro-batches
 # What is often the best with whole backwards or halves, with much memory or little.
 _PROMISING = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-1f1b")
@@ -300,8 +299,7 @@ class Search:
             A candidate that fits, or the last one that was tried.
         """
         while True:
-            (balance,) = best_cuts(self._problem(candidate))
-            candidate = self._tried(candidate, balance=balance)
+            candidate = self._tried(candidate, balance=best_cut(self._problem(candidate)))
             over = [not candidate.workers[worker].fits for worker in candidate.placement]
             part = -(-candidate.chunks // _PARTS)
             more = tuple(
@@ -346,16 +344,12 @@ class Search:
     # Better cuts
 
     def _improve(self, candidate: Candidate, until: float) -> None:
-        """Other good cuts; then one boundary after the other is moved by a layer, as long as that helps.
+        """One boundary after the other is moved by a layer, as long as that helps.
 
         Args:
             candidate: to be improved.
             until: the share of the budget at which to stop.
         """
-        if self._share() > until:
-            return
-        for variant in best_cuts(self._problem(candidate), _VARIANTS):
-            candidate = self._better(candidate, variant, until)
         before = None
         while candidate is not before:
             before = candidate
@@ -364,16 +358,10 @@ class Search:
                     balance = [*candidate.balance]
                     balance[boundary] += by
                     balance[boundary + 1] -= by
-                    if min(balance) > 0:
-                        candidate = self._better(candidate, tuple(balance), until)
-
-    def _better(self, candidate: Candidate, balance: tuple[int, ...], until: float) -> Candidate:
-        """The candidate, or that with another cut, if it is better and there is time to try it."""
-        if self._share() > until or balance == candidate.balance:
-            return candidate
-        other = self._tried(candidate, balance=balance)
-        self._take(other)
-        return min(candidate, other, key=lambda each: each.rank)
+                    if min(balance) > 0 and self._share() <= until:
+                        other = self._tried(candidate, balance=tuple(balance))
+                        self._take(other)
+                        candidate = min(candidate, other, key=lambda each: each.rank)
 
 
 def _key(candidate: Candidate) -> tuple[object, ...]:
