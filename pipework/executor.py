@@ -1,4 +1,17 @@
-"""The executor of a pipe: runs mini-batches, from their split into micro-batches to the joined results."""
+"""The executor of a pipe: runs mini-batches, from their split into micro-batches to the joined results.
+
+    1 read the call,      2 all processes     3 look up the         4 the workers run     5 the caller's graph gets
+      cut the inputs   ->   know the call  ->   schedule, cut the ->   the schedule    ->   the loss, or the
+                                                targets, weigh                              joined outputs
+                                                the losses
+
+The caller's graph begins where step 5 attaches the nodes of `autograd/nodes.py`, one for each stage; 6 is the caller's
+own backward, which reaches them later:
+
+    loss outside    4 forwards                            5 outputs <- nodes    6 the nodes let the workers go backward,
+                                                                                  and hand over the gradients
+    loss inside     4 forwards, losses, and backwards     5 loss <- nodes       6 the nodes hand over the gradients
+"""
 
 from __future__ import annotations
 
@@ -103,7 +116,7 @@ class Executor:
     def run(
         self, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], target: Any, loss_scale: Any, call: StepCall
     ) -> tuple[Any, list[str]]:
-        """One mini-batch; see `Pipe.forward`. The steps have their numbers in the drawing of `docs/design.md`.
+        """One mini-batch; see `Pipe.forward`. The steps have their numbers in the drawing above.
 
         Args:
             inputs: of the call.
@@ -141,7 +154,7 @@ class Executor:
             loss = self._weigh(batch, own_target, grad=call.grad, keeps_output=call.returns_output, scale=scale)
             loss.seen = self.doubts.of_targets(batch, self.settings)
 
-        # 4. The workers run the schedule, and 5. the caller's graph gets the loss, or the joined outputs.
+        # 4 and 5 differ for a loss inside and outside.
         key = Key(call.key)
         if call.training:
             key.value()
@@ -172,29 +185,29 @@ class Executor:
         return Step(engine, program, spec)
 
     def _loss_outside(self, batch: MiniBatch, call: StepCall, step: Step) -> Any:
-        """Steps 4 and 5 if the caller computes the loss: the workers run forward, and backward when the caller does."""
-        results = step.forward(batch.micro_batches)
+        """4 and 5 if the caller computes the loss."""
+        results = step.forward(batch.micro_batches)  # 4
         if not results:  # they are in another process
             return None
         outputs = batch.joined(results)
         self.doubts.of_outputs(batch, results)
         tensors = outputs.tensors
         if call.grad and any(outputs.differentiable):
-            shared = LossOutside(step, cut=outputs.cut, join=batch.pieces.join)
+            shared = LossOutside(step, cut=outputs.cut, join=batch.pieces.join)  # what 6 does
             rooted = not self._backend.is_whole
-            tensors = attach(shared, batch.tensors, tensors, outputs.differentiable, step.stages, rooted=rooted)
+            tensors = attach(shared, batch.tensors, tensors, outputs.differentiable, step.stages, rooted=rooted)  # 5
         return outputs.value(tensors)
 
     def _loss_inside(self, batch: MiniBatch, call: StepCall, step: Step) -> Any:
-        """Steps 4 and 5 if the last stage computes the loss: the workers run all; the caller's backward delivers."""
+        """4 and 5 if the last stage computes the loss."""
         assert batch.loss is not None
-        results, returned = step.run(batch.micro_batches, batch.targets or [])
+        results, returned = step.run(batch.micro_batches, batch.targets or [])  # 4
         parts = [tensors[0] for tensors, _ in results]
         loss = total(parts)
         # A process that has nothing to train may leave its backward out.
         trains = call.training and call.grad
         has_backward = trains and (batch.required_gradients != 0 or any(map(step.parameters, step.stages)))
-        shared = LossInside(
+        shared = LossInside(  # what 6 does
             step,
             batch.pieces.join,
             returned,
@@ -207,7 +220,7 @@ class Executor:
         self.doubts.of_loss(batch, self.settings)
         if any(part.requires_grad for part in parts):
             arrived, rooted = None if shared.arrived is None else shared.end, not self._backend.is_whole
-            (loss,) = attach(shared, batch.tensors, (loss,), (True,), step.stages, rooted=rooted, arrived=arrived)
+            (loss,) = attach(shared, batch.tensors, (loss,), (True,), step.stages, rooted=rooted, arrived=arrived)  # 5
         if not call.returns_output:
             return loss
         if not (call.everywhere or self._backend.is_last):

@@ -29,7 +29,7 @@ REFUSED = {
     "`attach` with a sample of one row": "nothing shows whether ",
     "a `loss_fn` that is a module with parameters": "make it the last layer",
     "a schedule whose backwards are not in ascending order": "in another order than 0, 1, 2, ",
-    "a target on the first rank only": "a target was given on rank ",
+    "a target on the first rank only": "a target was given on the first rank of the pipe",
     "an input that requires a gradient on some rank, and not on the first": "an input requires a gradient on rank ",
     "changing a popped tensor in place while another stage pops it, too": "another stage has popped it, too",
     "a list, an array or an object with an entry for each row, as input or target": "as many as the batch has rows",
@@ -47,7 +47,7 @@ WARNED_OF = {
     "is no mean over rows": "mean over rows",
     "an input": "shape does not show that these are its rows",
     "or a module": "takes dimension 1 for the batch",
-    "an output": "joins along it",
+    "an output": "joins along",
 }
 
 
