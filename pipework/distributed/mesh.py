@@ -87,12 +87,7 @@ class Mesh:
         device_mesh: DeviceMesh,
         *,
         replicas: Sequence[str] = (REPLICAS,),
-        detect: float = 10.0,
-        action_timeout: float | None = None,
-        timeout: float = 300.0,
-        grace: float = 5.0,
-        local_parameters: Sequence[str] | Mapping[str, str | Sequence[str]] = (),
-        whole_stages: int | None = None,
+        **options: Any,
     ) -> Mesh:
         """A mesh from a `DeviceMesh` that the user has made.
 
@@ -100,12 +95,8 @@ class Mesh:
             device_mesh: with a dimension "pp".
             replicas: the dimensions along which each rank is given other data, such as ``("dp", "ep")`` for experts
                 that are spread over "ep". The first one varies slowest in the number of a replica.
-            detect: see `init`.
-            action_timeout: see `init`.
-            timeout: see `init`.
-            grace: see `init`.
-            local_parameters: see `init`.
-            whole_stages: see `init`.
+            **options: ``detect``, ``action_timeout``, ``timeout``, ``grace``, ``local_parameters`` and
+                ``whole_stages``, as those of `init`.
 
         Raises:
             ValueError: it has no dimension "pp", or not those of the replicas, or this process is not in it, or an
@@ -130,8 +121,7 @@ class Mesh:
         if device_mesh.get_coordinate() is None:
             raise ValueError(f"this process, rank {dist.get_rank()}, is not in the DeviceMesh")
         device = _current_device(device_mesh.device_type)
-        options = detect, action_timeout, timeout, grace, local_parameters, whole_stages
-        return cls(device_mesh, device, torch_private.default_store(), *options, along)
+        return cls(device_mesh, device, torch_private.default_store(), replica_dimensions=along, **options)
 
     @property
     def rank(self) -> int:

@@ -232,25 +232,13 @@ CONTAINERS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.one_process("a single layer")
+@pytest.mark.one_process("nothing is computed")
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_a_container_that_would_lose_something_is_one_layer(kind: str) -> None:
+def test_a_container_that_would_lose_something_is_refused(kind: str) -> None:
     container = Named(nn.Linear(4, 4), nn.Linear(4, 4))
     CONTAINERS[kind](container)
     with pytest.raises(TypeError, match="wrap it as one layer"):
         in_two(container)
-    plain = nn.Sequential(container).double()
-    pipe = Pipe(copy.deepcopy(plain), 2, balance=[1], devices=["cpu"])
-    x = torch.randn(4, 4, dtype=torch.float64)
-    plain[0].zero_grad()
-    expected, output = plain(x), pipe(x)
-    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-15)
-    expected.square().sum().backward()
-    output.square().sum().backward()
-    used = [(a, b) for a, b in zip(pipe.parameters(), plain.parameters(), strict=True) if b.grad is not None]
-    assert len(used) == 4
-    for a, b in used:
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("container", [Named, PipeSequential])

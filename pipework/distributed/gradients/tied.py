@@ -102,7 +102,7 @@ class TiedParameters:
                 for channel in self._others(each):
                     channel.send(("value", each.stages[0], n), (each.parameter.detach(),), None)
             else:
-                (value,), _ = _received(self._channels[first], ("value", each.stages[0], n))
+                (value,), _ = self._channels[first].receive(("value", each.stages[0], n))
                 assert value is not None
                 with torch.no_grad():
                     each.parameter.copy_(value)
@@ -137,7 +137,7 @@ class TiedParameters:
                     part, learns = None if leaf is None else leaf.grad, leaf is not None
                 else:
                     worker = self._placement[stage]
-                    (part, theirs), learns = _received(self._channels[worker], ("tied", stage, n))
+                    (part, theirs), learns = self._channels[worker].receive(("tied", stage, n))
                     if theirs is not None and not _are_close(samples[n], theirs, each.parameter.dtype):
                         drifted.append((each, worker))
                 parts.append(part)
@@ -193,8 +193,3 @@ def _are_close(mine: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
 
 def _listed(stages: Sequence[int]) -> str:
     return ", ".join(map(str, stages))
-
-
-def _received(channel: Channel, address: tuple[str, int, int]) -> tuple[tuple[Tensor | None, ...], object]:
-    channel.post(address)
-    return channel.take(address)

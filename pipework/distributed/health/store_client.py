@@ -10,7 +10,6 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore
 
 if TYPE_CHECKING:
@@ -68,12 +67,9 @@ class StoreClient:
     def read_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values of several keys: in one request, as soon as all of them were written."""
         if keys and self._written.issuperset(keys):
-            try:
-                values: list[bytes | None] = list(self._connection.multi_get(list(keys)))
-                self.answered += 1
-                return values
-            except DistStoreError:  # a key was deleted, so that the request waited until its timeout
-                self._written.clear()
+            values: list[bytes | None] = list(self._connection.multi_get(list(keys)))
+            self.answered += 1
+            return values
         values = [self.read(key) for key in keys]
         self._written.update(key for key, value in zip(keys, values, strict=True) if value is not None)
         return values

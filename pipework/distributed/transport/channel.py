@@ -208,6 +208,11 @@ class Channel:
         ready = [self._ready(tensor, each) for tensor, each in zip(tensors, form.forms, strict=True)]
         return tuple(ready), form.around
 
+    def receive(self, address: Address) -> Message:
+        """Posts the next message to this address, and waits for it."""
+        self.post(address)
+        return self.take(address)
+
     def _receive_message(self, address: Address) -> tuple[header.Header, tuple[Tensor | None, ...]]:
         """Waits for a message, and returns its form and its tensors."""
         number, form, numbers, buffers, works = self._posted.pop(address)

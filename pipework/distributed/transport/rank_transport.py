@@ -189,16 +189,12 @@ class RankTransport:
         self._backend.stops |= stops
 
     def _receive_results(self, channel: Channel) -> None:
-        def received(address: Address) -> Message:
-            channel.post(address)
-            return channel.take(address)
-
         hand_out = self._own.sender("F", self._stages)
-        losses, flags = received(("results", self._stages, 0))
+        losses, flags = channel.receive(("results", self._stages, 0))
         self._backend.stops |= bool(flags & 2)
         if self._spec.shared_results is None:
             for micro_batch in range(self._spec.micro_batches):
-                hand_out(micro_batch, received(("output", self._stages, micro_batch)))
+                hand_out(micro_batch, channel.receive(("output", self._stages, micro_batch)))
             return
         for micro_batch, loss in enumerate(losses[0].unbind()):
             loss = loss.detach().requires_grad_(bool(flags & 1))
@@ -211,8 +207,7 @@ class RankTransport:
             channel, hand_out = self._channels[first if self._worker == last else last], self._own.sender("B", -1)
             receive = _noting(self._input_gradients, hand_out)
             for micro_batch in range(self._spec.micro_batches):
-                channel.post(("B", -1, micro_batch))
-                receive(micro_batch, channel.take(("B", -1, micro_batch)))
+                receive(micro_batch, channel.receive(("B", -1, micro_batch)))
         others = {*self._spec.placement} - {first, last} if self._worker == last else {last} - {first}
         for worker in sorted(others) if self._worker in (first, last) else ():
             for micro_batch, tensors, structure in self._input_gradients:

@@ -7,7 +7,6 @@ import pytest
 
 from pipework.distributed.health.failure_detector import (
     NO_CALL,
-    CappedClock,
     DetectionTimes,
     FailureDetector,
     ProcessCalls,
@@ -177,26 +176,6 @@ def test_a_copy_of_the_calls_is_of_another_process() -> None:
 
 GOOD = {"beat": 0.5, "detect": 10.0, "poll": 0.1, "action_timeout": None}
 STUCK = DetectionTimes(**{**GOOD, "action_timeout": 3.0})
-
-
-def test_a_long_gap_counts_up_to_the_bound() -> None:
-    clock = CappedClock(longest=2.0)
-    assert [clock.elapsed(now) for now in (5.0, 6.5, 8.5, 100.0, 100.25)] == [0.0, 1.5, 2.0, 2.0, 0.25]
-
-
-def test_a_wait_ends_with_its_context_also_after_an_error() -> None:
-    progress = Progress()
-    seen = []
-
-    def fail() -> None:
-        with progress.waits():
-            seen.append(progress.waiting)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert seen == [True]
-    assert not progress.waiting
 
 
 def checked(detector: StuckDetector, progress: Progress, begin: float, **entered: bool) -> list[Any]:

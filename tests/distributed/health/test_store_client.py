@@ -29,14 +29,6 @@ def test_several_keys_take_one_request_once_all_were_written(store: TCPStore) ->
     assert client.read_many([]) == []
 
 
-def test_a_key_that_was_deleted_has_no_value(store: TCPStore) -> None:
-    client = StoreClient(store)
-    client.write("a", "1")
-    assert client.read_many(["a"]) == client.read_many(["a"]) == [b"1"]
-    store.delete_key("a")
-    assert client.read_many(["a"]) == [None]  # after a timeout of a second
-
-
 def test_addresses(store: TCPStore) -> None:
     assert StoreClient(PrefixStore("test", store)).address == f"127.0.0.1:{store.port}"
     assert StoreClient(HashStore()).address == "HashStore"
