@@ -122,4 +122,5 @@ class RunSpec(NamedTuple):
 
     def of_worker(self, worker: int) -> dict[int, StageRun]:
         """The stages of a worker."""
-        return {stage: run for stage, run in self.runs.items() if self.placement[stage] == worker}
+        placement = self.engine.placement
+        return {stage: run for stage, run in self.runs.items() if placement[stage] == worker}

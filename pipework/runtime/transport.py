@@ -94,7 +94,7 @@ class _UnderWay(NamedTuple):
     arrive: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LocalEndpoint:
     """An endpoint within one process: messages are handed over by reference.
 

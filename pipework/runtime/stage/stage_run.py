@@ -151,9 +151,9 @@ class StageRun:
         if self.store is None:
             handlers["B"] = handlers["I"]
         self._watch(handlers, before_computing, retain_graph=retain_graph)
-        if not in_context:
+        if self.checkpointed and not in_context:
             handlers["R"] = self._context.entered()(handlers["R"])
-        elif self._context.autocasts:
+        elif in_context and self._context.autocasts:
             # As PyTorch advises: autocast would cast the products and sums of a backward again.
             for kind in [row.letter for row in KINDS.values() if row.adds]:
                 handlers[kind] = self._context.without_autocast()(handlers[kind])
@@ -212,9 +212,11 @@ class StageRun:
     def _watch(
         self, handlers: dict[str, Handler], before_computing: Callable[[], None] | None, *, retain_graph: bool
     ) -> None:
-        """Puts around the handlers what watches the actions."""
+        """Puts around the handlers what watches the actions; mostly there is nothing."""
+        if before_computing is None and not self._check_finite and self.sharded is None and self.meter is None:
+            return
         for kind, handle in handlers.items():
-            row, calls = KINDS.get(kind, ActionKind(kind, kind)), [handle]
+            row, calls = KINDS.get(kind) or ActionKind(kind, kind), [handle]
             if before_computing is not None and not row.arrives:
                 calls.insert(0, observers.calling(before_computing))
             if self._check_finite and self.store is not None and "W" in row.adds:
