@@ -19,8 +19,8 @@ from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.layers import Layers, refuse_own_behaviour
 from pipework.model.materialize import on_meta
 from pipework.model.sequential import tuple_rule
-from pipework.runtime.random.hold import generators_given_up
 from pipework.runtime.random.streams import draw_key
+from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
 from pipework.settings import Settings
 from pipework.skip.layout import verify_skippables

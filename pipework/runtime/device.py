@@ -20,6 +20,7 @@ import torch
 
 from pipework.runtime.failure import add_note
 from pipework.runtime.random.kernels import device_generator
+from pipework.runtime.random.unseen_draws import UnseenDraws
 from pipework.values.tensor_form import copied
 
 if TYPE_CHECKING:
@@ -34,13 +35,13 @@ class WorkerDevice:
     Attributes:
         device: PyTorch's name of it.
         stream: None: the device is the CPU.
-        generator: which all workers of the device share; None on the CPU, where each worker has one of its own.
+        unseen_draws: what the worker knows of its layers; None on the CPU, where each worker has a generator.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.Stream(device) if is_accelerator(device) else None
-        self.generator = None if self.stream is None else device_generator(device)
+        self.unseen_draws = None if self.stream is None else UnseenDraws(device_generator(device))
 
     def begin_thread(self) -> None:
         """Called by a new thread of the worker."""

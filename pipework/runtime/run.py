@@ -25,6 +25,7 @@ import torch
 from pipework.runtime.device import record_on
 from pipework.runtime.launch import launcher_of
 from pipework.runtime.out_of_memory import note_memory
+from pipework.runtime.random.unseen_draws import LateDraws
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,8 +70,11 @@ class PipeRun:
                         send = self._transport.outside.sender(kind, stage)
                         for micro_batch, message in enumerate(messages):
                             send(micro_batch, message)
+                late_draws = LateDraws([each.not_held for each in self._workers if each.not_held is not None])
                 # 3
                 engine.workers.run([partial(variables.copy().run, each) for each in self._threads], failure.report)
+                if (late := late_draws.error()) is not None:
+                    failure.report(late)
             except BaseException as error:  # such as no memory for a copy of the inputs
                 failure.report(error)
             # Also after a failure: what was launched before still reads inputs and parameters.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pipework import torch_private
 from pipework.autograd.tied_gradients import tied_gradients
 from pipework.runtime.random import kernels
-from pipework.runtime.random.hold import generators_given_up
 from pipework.runtime.random.shards import install_for_dtensors
+from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.run import PipeRun
 from pipework.runtime.run_spec import RunSpec
 from pipework.runtime.stage.memory_meter import MemoryMeter

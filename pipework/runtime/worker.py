@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipework.runtime.random.hold import Hold
 from pipework.runtime.stage.actions import chained
 from pipework.schedule import Interval
 
@@ -34,6 +33,8 @@ class WorkerRun:
         device: the worker's.
         handlers: by (kind, stage), the function that executes an action.
         finish: called after the last action, unless one has failed.
+        not_held: what is known of layers that may draw from the generator of an accelerator while the worker does not
+            hold it; None: there are none.
     """
 
     def __init__(self, spec: RunSpec, number: int, endpoint: Endpoint, stream: RandomStream | None) -> None:
@@ -41,11 +42,14 @@ class WorkerRun:
         self.runs = spec.of_worker(number)
         self.device = engine.devices[number]
         self.finish = endpoint.finish
-        hold, generator = None, self.device.generator
-        draws = stream is not None and stream.moves_generators and any(run.draws for run in self.runs.values())
-        # While a graph is captured nobody may ask for a state.
-        if stream is not None and draws and generator is not None and not generator.is_captured():
-            hold = Hold(generator, stream)
+        hold = unseen = None
+        if stream is not None and stream.moves_generators and any(run.draws for run in self.runs.values()):
+            unseen = self.device.unseen_draws
+        if stream is not None and unseen is not None:
+            # A rank that saw a late draw could not tell the others before they have used the mini-batch.
+            always = not engine.backend.is_whole or any(engine.stages[stage].has_random_state for stage in self.runs)
+            hold = unseen.hold(stream, always=always)
+        self.not_held = unseen if hold is None else None
         recorded = None if spec.step.recorder is None else RecordedActions(number, self.device, self.runs)
         self._recorded = recorded
         self.handlers: dict[tuple[str, int], Handler] = {}

@@ -15,8 +15,8 @@ from pipework.autograd.aliases import SharedMemory
 from pipework.model.marks import MicroBatches
 from pipework.model.sequential import tuple_rule
 from pipework.runtime.device import is_accelerator
-from pipework.runtime.random.hold import generators_left_alone
 from pipework.runtime.random.shards import install_for_dtensors
+from pipework.runtime.random.unseen_draws import generators_left_alone
 from pipework.torch_private import pytree
 
 if TYPE_CHECKING:

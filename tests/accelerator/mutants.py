@@ -26,7 +26,7 @@ CALLS = {
     "record_on",
     "record_stream",
     "set_device_index",
-    "generator.set",
+    "hold.move",
     "self.generator.set",
     "self.set",
     "put_state",

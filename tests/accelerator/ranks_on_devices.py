@@ -11,7 +11,7 @@ import pipework
 from pipework import Mesh, Pipe
 from pipework.testing import draw_key, reference_step
 from tests.accelerator import simulated
-from tests.runtime.random.test_hold import Extension
+from tests.runtime.random.test_unseen_draws import Extension
 
 LOSS = functional.cross_entropy
 CASES = [("gpipe", "never"), ("1f1b", "always"), ("zb-h1", "except_last"), ("interleaved-1f1b", "never")]
@@ -32,8 +32,7 @@ def one_pipe(mesh: Mesh, device: torch.device) -> None:
     """Two stages, one on each rank."""
     for number, (schedule, checkpoint) in enumerate(CASES):
         model = make_model(number, device)
-        model[7] = extension = Extension()
-        extension.on = True
+        model[7] = Extension()
         plain = copy.deepcopy(model)
         balance = [2] * 4 if schedule == "interleaved-1f1b" else [4] * 2
         pipe = Pipe(model, 4, checkpoint, schedule=schedule, loss_fn=LOSS, mesh=mesh, balance=balance)

@@ -5,12 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipework import Pipe, pop, skippable, stash
+from pipework.runtime.random import unseen_draws
 from pipework.runtime.random.kernels import DeviceGenerator
 from pipework.runtime.random.shards import drawing_for_shard
 from tests.accelerator.gate import closed_gate, wait_at
@@ -379,7 +381,7 @@ def draw_unseen() -> list[Tensor]:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Extension(), nn.Linear(WIDTH, WIDTH), Extension()).to("sim:0")
     pipe = Pipe(layers, 2, "always", balance=[2, 2], devices=["sim:0", "sim:0"])
     results = []
-    for step in range(2):
+    for step in range(6):  # also after the first ones, in which every worker holds the generator
         torch.manual_seed(step)
         pipe.zero_grad()
         output = pipe(torch.ones(8, WIDTH, device="sim:0"))
@@ -388,20 +390,24 @@ def draw_unseen() -> list[Tensor]:
     return [*results, torch.rand(4, device="sim:0")]
 
 
-def draw_elsewhere() -> list[Tensor]:
-    """A layer draws on another device than its worker's; then the caller draws there."""
+def begin_to_seed() -> list[Tensor]:
+    """A layer seeds the generator of its device, which its worker does not hold: an error. Then the caller draws."""
 
-    class Elsewhere(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            numbers = [torch.rand(x.shape, device="sim:1") for _ in range(2)]
-            return x * numbers[0].to(x.device) + numbers[1].to(x.device)
+    class Seeds(nn.Module):
+        def forward(self, x):
+            torch.get_device_module("sim").default_generators[0].manual_seed(3)
+            return x
 
-    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Elsewhere()), 2, "always", devices=["sim:0"])
-    torch.manual_seed(1)
-    torch.get_device_module("sim").manual_seed_all(5)
-    output = pipe(torch.ones(8, WIDTH, device="sim:0"))
-    output.sum().backward()
-    return [output.detach(), *(parameter.grad for parameter in pipe.parameters()), torch.rand(4, device="sim:1")]
+    pipe = Pipe(nn.Sequential(Seeds(), nn.Linear(WIDTH, WIDTH)), 2, balance=[1, 1], devices=["sim:0", "sim:0"])
+    with contextlib.suppress(RuntimeError):
+        pipe(torch.ones(8, WIDTH, device="sim:0"))
+    return [torch.rand(4, device="sim:0")]
+
+
+def not_held(scenario: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """As in later mini-batches, in which workers do not hold the generator of their device."""
+    with mock.patch.object(unseen_draws, "LOOKS", 0):
+        return scenario()
 
 
 def seed_without_default_generators() -> list[Tensor]:
@@ -443,7 +449,12 @@ SCENARIOS: dict[str, Callable[[], list[Tensor]]] = {
     "draws in between": draw_between,
     "draws for a shard": draw_for_shards,
     "draws of an extension": draw_unseen,
-    "draws on another device": draw_elsewhere,
+    "a layer that begins to seed, not held": lambda: not_held(begin_to_seed),
+    "two workers that draw, not held": lambda: not_held(draw_at_the_same_time),
+    "two threads, not held": lambda: not_held(draw_on_two_threads),
+    "draws in between, not held": lambda: not_held(draw_between),
+    "draws for a shard, not held": lambda: not_held(draw_for_shards),
+    "evaluation, not held": lambda: not_held(lambda: evaluate(["sim:0", "sim:1"])),
 }
 
 

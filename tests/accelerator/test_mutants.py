@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipework.runtime import device
+from pipework.runtime.random import kernels
 from pipework.runtime.random.kernels import DeviceGenerator
 from tests.accelerator import simulated
 from tests.accelerator.mutants import Mutant, mutants
@@ -87,7 +87,7 @@ def test_each_is_caught(mutant: Mutant, expected: dict[str, list[Tensor]], monke
 def test_a_generator_for_each_thread_is_caught(
     expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, put, made = "two threads", DeviceGenerator.set, dict[tuple[int, torch.device], DeviceGenerator]()
+    name, put, made = "two threads, not held", DeviceGenerator.set, dict[tuple[int, torch.device], DeviceGenerator]()
 
     def put_slowly(self: DeviceGenerator, state: tuple[int, ...]) -> None:
         put(self, state)
@@ -98,5 +98,5 @@ def test_a_generator_for_each_thread_is_caught(
 
     monkeypatch.setattr(DeviceGenerator, "set", put_slowly)
     assert defect(name, 1, expected[name]) is None
-    monkeypatch.setattr(device, "device_generator", of_thread)
+    monkeypatch.setattr(kernels, "device_generator", of_thread)
     assert defect(name, 1, expected[name])

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from pipework import torch_private
 from pipework.model.row_warnings import IGNORE
-from pipework.runtime.random.hold import generators_left_alone
+from pipework.runtime.random.unseen_draws import generators_left_alone
 from pipework.values import nested
 from pipework.values.nested import same
 

@@ -11,14 +11,15 @@ On a thread without a stream (every thread but a worker inside a layer) a wrappe
 process-wide, and so are the wrappers. They are installed once, before a layer that may draw first runs, and never on
 import.
 
-An accelerator's kernels draw from the device's default generator, which all threads of the process share. A worker
-holds that of its own device (see `hold`). The wrappers around the kernels make other threads wait meanwhile. A layer
-that draws on another device than its worker's finds its stream there for as long as it takes to launch a kernel:
+An accelerator's fused kernels (dropout, attention) take no generator. They draw from the device's default one, which
+all threads of the process share: the workers of every pipe, and the caller. So the wrappers around the kernels
+exchange its state for as long as it takes to launch one of them:
 
     F.dropout -> aten::native_dropout -> [lock; seed and offset of the stream in] -> the same kernel
                                          [offset of the stream noted; what was there before back in; unlock]
 
 The state is a few numbers on the host, so nothing waits for the device, and layers that draw nothing pay nothing.
+Kernels that no wrapper sees are the matter of `unseen_draws`.
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ class DeviceGenerator:
     Attributes:
         device: the accelerator.
         lock: held while the state is another one than the caller's.
+        draws_by_others: how many kernels have drawn from it as it was: the caller's, and those of evaluations.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()
+        self.draws_by_others = 0
         self._is_exchanged = False
 
     @cached_property
@@ -108,6 +111,24 @@ class DeviceGenerator:
         asked = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
         return asked is not None and bool(asked())
 
+    def state_and_draws(self) -> tuple[State, int]:
+        """The state that the caller sees, and `draws_by_others`."""
+        with self.lock:
+            return self.get(), self.draws_by_others
+
+    def put_back(self, before: tuple[State, int]) -> bool:
+        """Restores the state of an earlier `state_and_draws` if it has moved since then without a counted draw.
+
+        Returns:
+            Whether it has moved.
+        """
+        with self.lock:
+            (state, draws), (state_before, draws_before) = self.state_and_draws(), before
+            if state == state_before or draws != draws_before:
+                return False
+            self.set(state_before)
+            return True
+
     def drawn(self, stream: RandomStream | None, draw: Callable[[], Any]) -> Any:
         """Runs a function that draws from the generator or asks for its state.
 
@@ -121,8 +142,12 @@ class DeviceGenerator:
             with hold.given_up():
                 return self.drawn(stream, draw)
         with self.lock:
-            if stream is None or not stream.moves_generators or self in stream.holds:
+            if stream is None or not stream.moves_generators:
+                self.draws_by_others += 1
                 return draw()
+            if self in stream.holds:
+                with stream.holds[self].noting():
+                    return draw()
             if self._is_exchanged:  # the kernel of one operator calls another one
                 return draw()
             found = self.get()

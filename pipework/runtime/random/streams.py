@@ -20,8 +20,8 @@ from pipework.runtime.random import kernels
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipework.runtime.random.hold import Hold
     from pipework.runtime.random.kernels import DeviceGenerator, State
+    from pipework.runtime.random.unseen_draws import Hold
 
 _MASK = (1 << 64) - 1
 _INSIDE = 1 << 32  # above the numbers of layers
@@ -147,8 +147,8 @@ class RandomStream:
         """Starts the stream of this layer and micro-batch."""
         self._place = layer, micro_batch
         if self.holds:
-            for generator in self.holds:
-                generator.set(generator.seeded(self.seed()))
+            for generator, hold in self.holds.items():
+                hold.move(generator.seeded(self.seed()))
 
     @property
     def micro_batch(self) -> int:
@@ -196,6 +196,16 @@ def streams_inside() -> Callable[[int], None] | None:
     """
     stream = kernels.thread_stream.stream
     return None if stream is None else stream.enter_inside
+
+
+def has_random_state(layer: nn.Module) -> bool:
+    """Whether a layer's dropout has a state of its own on accelerators, as that of cuDNN's recurrent layers.
+
+    Example:
+        >>> has_random_state(nn.LSTM(2, 2, num_layers=2, dropout=0.1)), has_random_state(nn.Dropout(0.1))
+        (True, False)
+    """
+    return any(isinstance(module, nn.RNNBase) and module.dropout > 0 for module in layer.modules())
 
 
 def mix(key: int, layer: int, micro_batch: int) -> int:

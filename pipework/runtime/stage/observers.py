@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipework.autograd.weight_split.store import WeightGradientStore
-    from pipework.runtime.random.hold import Hold
+    from pipework.runtime.random.unseen_draws import Hold
     from pipework.runtime.stage.kept import AnyStructure
     from pipework.runtime.stage.loss import LossRun
     from pipework.runtime.stage.memory_meter import MemoryMeter

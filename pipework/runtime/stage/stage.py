@@ -9,6 +9,7 @@ from torch import nn
 
 from pipework.autograd.fully_sharded import FullySharded
 from pipework.autograd.stray_gradients import StrayGradients
+from pipework.runtime.random.streams import has_random_state
 from pipework.runtime.stage.execution_views import execution_layers
 from pipework.runtime.stage.layer_errors import doubtful_modules, layer_text
 from pipework.runtime.stage.recomputation import MINI_BATCHES, MutableBuffers
@@ -78,6 +79,8 @@ class Stage:
         last = self.layers[-1]
         whole = tuples.keeps_whole(last.module, others=1)
         self.layers_with_target = [*self.layers[:-1], last._replace(takes_tuple_whole=whole)]
+        # Whether a recurrent layer's dropout has a state of its own on accelerators.
+        self.has_random_state = any(map(has_random_state, runnable))
         # The situations in which a graph of this stage has been searched for hidden parameters; see `StageRun`.
         self.inspected: set[tuple[bool, bool, int]] = set()
         # By the id of a parameter, whether its gradient is deferred to W; see WeightGradientStore.

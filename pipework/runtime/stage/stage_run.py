@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from pipework.autograd.tied_gradients import TiedGradients
     from pipework.runtime.program import Program
-    from pipework.runtime.random.hold import Hold
     from pipework.runtime.random.streams import RandomStream
+    from pipework.runtime.random.unseen_draws import Hold
     from pipework.runtime.run_spec import StepSpec
     from pipework.runtime.stage.memory_meter import MemoryMeter
     from pipework.runtime.stage.stage import Stage

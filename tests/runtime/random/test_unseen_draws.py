@@ -1,10 +1,9 @@
-"""Whatever kernel draws on an accelerator, and whenever it begins to: the numbers of a plain model."""
+"""Kernels that draw without a wrapper, and layers that begin to draw late: the numbers of a plain model in any case."""
 
 import copy
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -13,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipework import Pipe
-from pipework.runtime.random.hold import Hold
 from pipework.runtime.random.kernels import DeviceGenerator, device_generator
 from pipework.runtime.random.streams import Key, RandomStream, micro_batch_here, mix
+from pipework.runtime.random.unseen_draws import LOOKS, Hold, UnseenDraws
 from pipework.testing import draw_key, reference_step
 
 WIDTH, ROWS, CHUNKS = 32, 16, 4
+STEPS = LOOKS + 3
 
 
 def accelerator() -> torch.device:
@@ -27,22 +27,16 @@ def accelerator() -> torch.device:
     return torch.device(found.type, 0)
 
 
-class Late(nn.Module):
-    """Draws when it is told to, and then for the micro-batches that begin with a positive number only."""
-
-    on = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.draw(x) if self.on and float(x.detach()[0, 0]) > 0 else x
-
-    def draw(self, x: Tensor) -> Tensor:
-        return x * torch.rand_like(x)
-
-
-class Extension(Late):
+class Extension(nn.Module):
     """A dropout whose kernel PyTorch does not know: it reads the default generator's seed and offset itself."""
 
-    def draw(self, x: Tensor) -> Tensor:
+    def __init__(self, on: bool = True) -> None:
+        super().__init__()
+        self.on = on
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.on:
+            return x
         generator = torch.get_device_module(x.device).default_generators[x.device.index]
         seed, offset = generator.initial_seed(), generator.get_offset()
         generator.set_offset(offset + 4)
@@ -50,13 +44,30 @@ class Extension(Late):
         return x * numbers.to(x.device)
 
 
-class Seeded(Late):
+class Seeded(nn.Module):
     """Draws the same numbers for each micro-batch, and puts the generator back."""
 
-    def draw(self, x: Tensor) -> Tensor:
+    def __init__(self, on: bool = True) -> None:
+        super().__init__()
+        self.on = on
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.on:
+            return x
         with torch.random.fork_rng([x.device.index], device_type=x.device.type):
             torch.get_device_module(x.device).manual_seed(5)
             return x * torch.rand_like(x)
+
+
+class Late(nn.Module):
+    """Draws when it is told to, and then for the micro-batches that begin with a positive number only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand_like(x) if self.on and float(x.detach()[0, 0]) > 0 else x
 
 
 class Attention(nn.Module):
@@ -96,33 +107,112 @@ def compare(plain: nn.Sequential, pipe: Pipe, seed: int, rtol: float = 0) -> Non
     pipe.zero_grad()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("layer", "balance", "debug"),
-    [
-        (Late, [2, 4], ()),
-        (Extension, [1, 2, 2, 1], ()),
-        (Extension, [3, 3], "one_thread"),
-        (Seeded, [2, 4], ()),
-        (Attention, [6], ()),
-        (Attention, [2, 4], "one_thread"),
-        (Recurrent, [1, 2, 2, 1], ()),
-        (Recurrent, [2, 4], "one_thread"),
-    ],
-)
-def test_numbers_depend_on_no_cut(layer: Callable[[], nn.Module], balance: list[int], debug: Any) -> None:
-    plain = blocks(layer(), layer()).to(accelerator())
-    pipe = Pipe(
+def pipe_of(plain: nn.Sequential, balance: list[int], **options: bool) -> Pipe:
+    return Pipe(
         copy.deepcopy(plain), CHUNKS, "always", balance=balance, devices=[accelerator()] * len(balance),
-        schedule="1f1b", loss_fn=F.mse_loss, debug=debug,
+        schedule="1f1b", loss_fn=F.mse_loss, **options,
     )  # fmt: skip
-    for seed in range(3):
-        for module in (*plain.modules(), *pipe.modules()):
-            if isinstance(module, Late):
-                module.on = seed > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("debug", [(), "one_thread"])
+@pytest.mark.parametrize("balance", [[6], [2, 4], [1, 2, 2, 1]])
+@pytest.mark.parametrize("layer", [Extension, Seeded, Attention, Recurrent])
+def test_numbers_depend_on_no_cut(layer: Callable[[], nn.Module], balance: list[int], debug: object) -> None:
+    plain = blocks(layer(), layer()).to(accelerator())
+    pipe = pipe_of(plain, balance, debug=debug)
+    for seed in range(STEPS):
         # Kernels of attention and of recurrent layers may add in any order on a real device.
-        exact = issubclass(layer, Late) or accelerator().type == "sim"
+        exact = layer in (Extension, Seeded) or accelerator().type == "sim"
         compare(plain, pipe, seed, rtol=0 if exact else 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("balance", [[6], [3, 3], [1, 2, 2, 1]])
+def test_a_layer_may_begin_to_draw_at_any_time(balance: list[int]) -> None:
+    plain = blocks(Late(), Late()).to(accelerator())
+    pipe = pipe_of(plain, balance)
+    for seed in range(2 * STEPS):
+        for model in (plain, pipe):
+            for layer in model.modules():
+                if isinstance(layer, Late):
+                    layer.on = seed >= STEPS
+        compare(plain, pipe, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("balance", [[6], [3, 3]])
+@pytest.mark.parametrize("kind", [Extension, Seeded])
+def test_an_extension_that_begins_to_draw_is_seen_at_once(
+    kind: type[Extension] | type[Seeded], balance: list[int]
+) -> None:
+    plain = blocks(kind(on=False), kind(on=False)).to(accelerator())
+    pipe = pipe_of(plain, balance)
+    for seed in range(STEPS):
+        compare(plain, pipe, seed)
+    for model in (plain, pipe):
+        for layer in model.modules():
+            if isinstance(layer, kind):
+                layer.on = True
+    with pytest.raises(RuntimeError, match=r"drew random numbers by a kernel of an extension or of fused attention"):
+        compare(plain, pipe, 100)
+    assert device_generator(accelerator()).get() == (100, 0), "the caller's generator is as it was"
+    plain.zero_grad()
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    for seed in range(STEPS):
+        compare(plain, pipe, seed)
+
+
+class Together(nn.Module):
+    """Draws, waits for the other worker's layer to have drawn, and draws again."""
+
+    def __init__(self, stage: int, met: threading.Barrier) -> None:
+        super().__init__()
+        self.stage, self.met, self.waits = stage, [met], False
+
+    def __deepcopy__(self, memo: object) -> "Together":
+        return Together(self.stage, self.met[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.2)
+        if self.waits and micro_batch_here() == 1 - self.stage and torch.is_grad_enabled():
+            self.met[0].wait(60)
+        return F.dropout(x, 0.2)
+
+
+@pytest.mark.gpu
+def test_workers_of_one_device_do_not_wait_for_each_other() -> None:
+    met = threading.Barrier(2)
+    plain = blocks(Together(0, met), Together(1, met)).to(accelerator())
+    pipe = Pipe(
+        copy.deepcopy(plain), CHUNKS, "never", balance=[3, 3], devices=[accelerator()] * 2, schedule="gpipe",
+        loss_fn=F.mse_loss,
+    )  # fmt: skip
+    for seed in range(STEPS):
+        for layer in pipe.modules():
+            if isinstance(layer, Together):
+                layer.waits = seed >= LOOKS
+        compare(plain, pipe, seed)
+
+
+@pytest.mark.gpu
+def test_threads_of_the_users_may_draw_where_layers_do_not() -> None:
+    device, over = accelerator(), threading.Event()
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, balance=[1, 1], devices=[device] * 2)
+    generator = torch.get_device_module(device).default_generators[0]
+
+    def draw() -> None:
+        while not over.is_set():
+            generator.set_offset(generator.get_offset() + 4)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(3):
+            pipe(torch.ones(4, 2, device=device)).sum().backward()
+    finally:
+        over.set()
+        thread.join()
 
 
 class OfEach(nn.Module):
@@ -189,13 +279,13 @@ def test_a_held_generator_that_is_given_up_is_free_for_others_and_then_as_before
     found: list[Tensor] = []
 
     def other() -> None:
-        with Hold(shared, other_stream):
+        with Hold(UnseenDraws(shared), other_stream):
             found.append(own.get_state())
             other_stream.enter(0, 0)
             torch.rand(5, generator=own)
 
-    before = own.get_state()
-    with Hold(shared, stream) as hold:
+    before, draws = own.get_state(), UnseenDraws(shared)
+    with Hold(draws, stream) as hold:
         stream.enter(0, 0)
         drawn = [torch.rand(1, generator=own)]
         with hold.given_up():
@@ -206,15 +296,24 @@ def test_a_held_generator_that_is_given_up_is_free_for_others_and_then_as_before
     assert torch.equal(found[0], before), "meanwhile the generator is in the state that the caller left"
     assert torch.equal(torch.cat(drawn), expected)
     assert torch.equal(own.get_state(), before)
+    assert draws.found
 
 
-@pytest.mark.gpu
-def test_nobody_asks_for_a_state_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, asked = accelerator(), Mock(side_effect=RuntimeError("during CUDA graph capture"))
-    pipe, x = Pipe(nn.Sequential(Late()), 1, devices=[device]), torch.ones(2, 2, device=device, requires_grad=True)
-    monkeypatch.setattr(DeviceGenerator, "get", asked)
-    with pytest.raises(RuntimeError, match="graph capture"):  # before any worker begins
-        pipe(x)
-    module = torch.get_device_module(device)
-    monkeypatch.setattr(module, "is_current_stream_capturing", lambda: True, raising=False)
-    pipe(x).sum().backward()
+def test_a_worker_holds_in_its_first_runs_and_where_something_was_found() -> None:
+    draws, stream = UnseenDraws(DeviceGenerator(torch.device("cpu"))), RandomStream(Key(1))
+    draws.generator.get = lambda: ()  # type: ignore[method-assign]
+    assert [draws.hold(stream, always=False) is not None for _ in range(LOOKS + 2)] == [True] * LOOKS + [False] * 2
+    assert draws.hold(stream, always=True) is not None
+    draws.found = True
+    assert draws.hold(stream, always=False) is not None
+
+
+def test_nobody_looks_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("torch.example")
+    module.__dict__["is_current_stream_capturing"] = lambda: True
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    draws, stream = UnseenDraws(DeviceGenerator(torch.device("cpu"))), RandomStream(Key(1))
+    assert draws.hold(stream, always=False) is None
+    monkeypatch.setattr(draws.generator, "get", Mock(side_effect=RuntimeError("during CUDA graph capture")))
+    with pytest.raises(RuntimeError, match="graph capture"):  # of the device, before any worker begins
+        draws.hold(stream, always=True)
