@@ -43,13 +43,8 @@ DRAWN = {
 }
 REFUSED = {
     "unknown": ("no-such\n:alt: x", "no schedule is called 'no-such'"),
-    "unknown_above": ("1f1b\n:alt: x\n:above: no-such", "no schedule is called 'no-such'"),
     "no_alt": ("1f1b", "no text alternative: describe it in :alt:"),
-    "empty_alt": ("1f1b\n:alt:", "no text alternative: describe it in :alt:"),
     "cost": ("1f1b\n:alt: x\n:costs: speed=1", "no cost is called 'speed': choose one of 'F', 'B', "),
-    "number": ("1f1b\n:alt: x\n:costs: forward=fast", "'forward=fast' is not a cost: wanted name=number"),
-    "color": ("1f1b\n:alt: x\n:colors: pink", "colors is 'pink': wanted one of"),
-    "stages": ("zb-v\n:alt: x\n:stages-per-worker: 3", "has stages_per_worker=2, got 3"),
     "chunks": ("zb-v\n:alt: x\n:chunks: -1", "negative or zero value"),
 }
 

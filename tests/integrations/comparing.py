@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipework.integrations import adapter_for
 from pipework.model.parts.cut import Cuttable
+from tests.model.parts.harness import plain_step
 
 Batch = Mapping[str, Any]
 
@@ -31,12 +32,6 @@ def without_randomness(model: nn.Module) -> nn.Module:
     return model
 
 
-def micro_batches(batch: Batch, chunks: int) -> list[dict[str, Any]]:
-    """The micro-batches that a pipe makes of a mini-batch."""
-    pieces = {name: value.tensor_split(chunks) for name, value in batch.items()}
-    return [{name: piece[number] for name, piece in pieces.items()} for number in range(chunks)]
-
-
 def tokens(labels: Tensor) -> Tensor:
     """The number of labels that count where each is compared with the logits of its own position."""
     return (labels != -100).sum()
@@ -54,14 +49,7 @@ def rows(labels: Tensor) -> Tensor:
 
 def plain_backward(model: nn.Module, batch: Batch, weight: Callable[[Tensor], Tensor], chunks: int) -> Tensor:
     """Forward and backward of the model itself for each micro-batch in turn; the weighted mean of their losses."""
-    parts = micro_batches(batch, chunks)
-    weights = [float(weight(part["labels"])) for part in parts]
-    losses = []
-    for part, share in zip(parts, weights, strict=True):
-        loss = model(**part, **without_cache(model)).loss * (share / sum(weights))
-        loss.backward()
-        losses.append(loss.detach())
-    return sum(losses[1:], losses[0])
+    return plain_step(model, {**batch, **without_cache(model)}, chunks, weight)
 
 
 def without_cache(model: nn.Module) -> dict[str, bool]:

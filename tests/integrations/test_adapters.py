@@ -11,14 +11,8 @@ from torch import nn
 
 from pipework import Pipe, attach, load_pretrained, save_pretrained
 from tests.integrations.architectures import DECODER, text
-from tests.integrations.comparing import (
-    differences,
-    joined,
-    micro_batches,
-    next_tokens,
-    plain_backward,
-    without_randomness,
-)
+from tests.integrations.comparing import differences, joined, next_tokens, plain_backward, without_randomness
+from tests.model.parts.harness import micro_batches
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -75,10 +75,3 @@ def test_training_validation_checkpoints_and_resuming(tmp_path: Path) -> None:
         resuming.fit(again, loader(9), loader(6), ckpt_path=str(tmp_path / "epoch=0.ckpt"))
         assert again.losses == expected[3:] if has_pipe else again.losses == pytest.approx(expected[3:], rel=1e-5)
         torch.testing.assert_close(torch.cat(resuming.predict(again, loader(6))), predicted, rtol=1e-4, atol=1e-5)
-
-
-def test_mixed_precision(tmp_path: Path) -> None:
-    module, reference = module_of(with_pipe(llama())), with_pipe(llama()).train()
-    trainer_of(tmp_path, precision="bf16-mixed", limit_train_batches=1).fit(module, loader(9), loader(6))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert module.losses[0] == reference(**next(iter(loader(9)))).loss.item()

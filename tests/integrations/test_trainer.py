@@ -89,12 +89,6 @@ def test_training_is_that_of_the_micro_batches_to_the_last_bit(tmp_path: Path, o
 
 
 @pytest.mark.thorough
-def test_a_plain_trainer_differs_by_rounding_only(tmp_path: Path) -> None:
-    models = with_pipe(llama()), llama()
-    same_logs([trainer_of(tmp_path, each, gradient_accumulation_steps=2) for each in models], 1e-5)
-
-
-@pytest.mark.thorough
 def test_evaluation_metrics_and_predictions(tmp_path: Path) -> None:
     def accuracy(predicted: Any) -> dict[str, float]:
         return {"accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
@@ -159,18 +153,11 @@ def test_a_loss_of_the_trainer_needs_a_schedule_that_goes_backward_at_the_end(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     trainer = trainer_of(tmp_path, with_pipe(llama()), **options)
-    with pytest.raises(ValueError, match=r"a loss of your own.* needs attach\(..., schedule='gpipe'\)"):
+    with pytest.raises(ValueError, match=r"for a loss outside of the pipe choose schedule='gpipe'"):
         trainer.train()
     options = {**options, "gradient_accumulation_steps": 2}
     models = with_pipe(llama(), schedule="gpipe"), llama()
     same_logs([trainer_of(tmp_path, each, **options) for each in models], 1e-5)
-
-
-@pytest.mark.thorough
-def test_recomputation_by_the_model_is_refused(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, with_pipe(llama()), activation_checkpointing=True)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM recomputes its layers itself.*checkpoint='always'"):
-        trainer.train()
 
 
 def pipe_trainer_of(folder: Path, model: Any, devices: Any = ("cpu", "cpu"), **options: Any) -> Any:

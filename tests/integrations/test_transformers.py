@@ -17,13 +17,13 @@ from tests.integrations.architectures import ARCHITECTURES, text
 from tests.integrations.comparing import (
     differences,
     joined,
-    micro_batches,
     next_tokens,
     plain_backward,
     units_of,
     without_cache,
     without_randomness,
 )
+from tests.model.parts.harness import micro_batches
 
 # PEFT asks transformers by an older name.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing. is deprecated:FutureWarning")

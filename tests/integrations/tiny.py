@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import pipework
-from tests.integrations.comparing import micro_batches, next_tokens
+from tests.integrations.comparing import next_tokens
+from tests.model.parts.harness import micro_batches
 
 CHUNKS = 4
 LAYERS = 2
