@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pipework.planning.profiles import Profile
 from pipework.planning.search import plan_profile
-from pipework.schedule import Costs, Schedule, Timeline, build, simulate, svg, with_recompute
-from pipework.schedule.draw.palette import ACTION, INK, LINE, PAPER, QUIET, worker_fill
+from pipework.schedule import KINDS, Costs, Schedule, Timeline, build, simulate, svg, with_recompute
+from pipework.schedule.draw.palette import INK, LINE, PAPER, QUIET, WORKER
 
 HERE = Path(__file__).parent
 PLANNED = Path(__file__).parent / "planning_profile.json"  # of the model of planning.md, as that page makes it
@@ -74,7 +74,7 @@ class Picture:
     def cell(self, x: float, y: float, w: float, h: float, kind: str, text: str, *, pale: bool = False) -> None:
         """An action, drawn as in the timelines."""
         look = f'fill-opacity="0.4" stroke="{PAPER}"' if pale else f'stroke="{INK}"'
-        self.parts.append(f'<rect x="{x:g}" y="{y}" width="{w:g}" height="{h}" fill="{ACTION[kind]}" {look}/>')
+        self.parts.append(f'<rect x="{x:g}" y="{y}" width="{w:g}" height="{h}" fill="{KINDS[kind].color}" {look}/>')
         self.text(x + w / 2, y + h / 2 + 4.5, text, size=12, color=QUIET if pale else INK)
 
     def waiting(self, x: float, y: float, w: float, h: float) -> None:
@@ -99,9 +99,9 @@ def graph_cut() -> None:
     picture.text(28, 148, "inputs")
     picture.arrow("M52 144H80")
     for stage, x in enumerate(columns):
-        picture.box(x, 48, wide, 32, worker_fill(stage), f"parameters of stage {stage}")
+        picture.box(x, 48, wide, 32, WORKER[stage], f"parameters of stage {stage}")
         picture.arrow(f"M{x + wide / 2} 80V120")
-        picture.box(x, 124, wide, 40, worker_fill(stage), f"node of stage {stage}")
+        picture.box(x, 124, wide, 40, WORKER[stage], f"node of stage {stage}")
         if stage < 2:
             picture.arrow(f"M{x + wide} 144h{apart - 4}")
             picture.text(x + wide + apart / 2, 134, "token", size=11, color=QUIET)
@@ -114,7 +114,7 @@ def graph_cut() -> None:
     picture.text(42, 274, "micro-", size=12)
     picture.text(42, 287, "batch", size=12)
     for stage, x in enumerate(columns):
-        picture.box(x, 246, wide, 160, worker_fill(stage))
+        picture.box(x, 246, wide, 160, WORKER[stage])
         picture.text(x + wide / 2, 264, f"worker {stage}", size=12, color=QUIET)
         for left, width, text in ((9, 34, "leaf"), (70, 50, "layers"), (wide - 39, 30, "y")):
             picture.box(x + left, 276, width, 30, text=text)
@@ -145,7 +145,7 @@ def skip() -> None:
     columns = (16, 276, 536)
     layers = (("stash", "layer"), ("layer", "layer"), ("layer", "pop"))
     for stage, x in enumerate(columns):
-        picture.box(x, 96, 220, 90, worker_fill(stage))
+        picture.box(x, 96, 220, 90, WORKER[stage])
         picture.text(x + 110, 116, f"stage {stage}", size=12, color=QUIET)
         for number, text in enumerate(layers[stage]):
             picture.box(x + 16 + 104 * number, 128, 84, 42, text=text)
@@ -185,7 +185,7 @@ def checkpoint() -> None:
         for each in intervals:
             x, width = left + each.start * unit, (each.end - each.start) * unit
             picture.parts.append(
-                f'<rect x="{x}" y="{top + 26}" width="{width}" height="28" fill="{ACTION[each.action.kind]}" '
+                f'<rect x="{x}" y="{top + 26}" width="{width}" height="28" fill="{KINDS[each.action.kind].color}" '
                 f'stroke="{PAPER}"/>'
             )
             picture.text(x + width / 2, top + 45, f"{each.action.kind}{each.action.micro_batch}", size=12)
@@ -208,9 +208,9 @@ def checkpoint() -> None:
         picture.text(left + 19 * unit + 8, base - 4, f"peak {result.peak_memory[0]:g}", size=12, anchor="start")
     base = 3 * row + 44
     for x, color, text in (
-        (116, ACTION["F"], "F forward"),
-        (216, ACTION["B"], "B backward"),
-        (316, ACTION["R"], "R recompute"),
+        (116, KINDS["F"].color, "F forward"),
+        (216, KINDS["B"].color, "B backward"),
+        (316, KINDS["R"].color, "R recompute"),
         (436, shades[0], "micro-batch 0"),
         *((564 + 48 * number, shade, f"{1 + number}") for number, shade in enumerate(shades[1:])),
     ):
@@ -229,7 +229,7 @@ def split() -> None:
         ("W", "dw = dy.t() @ x"),
     )
     for left, (kind, formula) in zip(lefts, heads, strict=True):
-        picture.box(left, 14, 236, 190, worker_fill(0))
+        picture.box(left, 14, 236, 190, WORKER[0])
         picture.cell(left + 12, 26, 26, 24, kind, kind)
         picture.text(left + 48, 43, formula, size=14, anchor="start", bold=True)
     forward, inputs, weights = lefts

@@ -9,6 +9,7 @@ from operator import itemgetter
 
 from pipework.schedule.action import Action
 from pipework.schedule.argument_checks import check_order, check_placement, checked_skips, checked_tuple
+from pipework.schedule.draw.units import counted
 from pipework.schedule.kinds import KINDS, Kinds
 
 Orders = tuple[tuple[Action, ...], ...]
@@ -119,8 +120,7 @@ class Schedule:
 
     @property
     def _size(self) -> str:
-        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
-        return f"{workers}, {self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
+        return f"{counted(self.workers, 'worker')}, {counted(self.micro_batches, 'micro-batch')}"
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
         """The stages that a worker holds, in ascending order.

@@ -106,7 +106,7 @@ def test_pictures_and_traces():
 def test_a_pipe_runs_its_handler(monkeypatch):
     calls = Counter()
 
-    def count(_, action):
+    def count(stage, action):
         calls[str(action)] += 1
 
     monkeypatch.setattr(stage_run, "HANDLERS", {**stage_run.HANDLERS, "O": count, "L": count})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from pipework.schedule.analysis.channels import Channel, check_channel
 from pipework.schedule.analysis.memory import SLACK, each_limit
@@ -20,8 +20,6 @@ from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build_for_shares
 _LEFT_OUT: Final = ("fill-drain", "forward-only")
 
 _HEAD: Final = ("schedule", "stages", "makespan", "bubble", "span", "span bubble", "memory", "transfers", "to bound")
-_TIMES: Final = ("makespan", "span", "bubble", "span_bubble")
-_MEASURES: Final = (*_TIMES, "peak_memory", "exposed_communication", "lower_bound", "gap")
 _LEGEND: Final = (
     "stages: per worker; makespan: time from the first start to the last end of all workers; bubble: idle share",
     "of it; span: the longest time from a worker's first start to its last end; span bubble: idle share of it;",
@@ -62,22 +60,11 @@ class Comparison:
         )
 
     def __str__(self) -> str:
-        lines = [*aligned([_HEAD, *map(_cells, self.rows())], left={0}), "", *_LEGEND] if self.fitting else []
-        lines = lines or ["no schedule fits"]
+        rows = [_cells(*each) for each in self.fitting.items()]
+        lines = [*aligned([_HEAD, *rows], left={0}), "", *_LEGEND] if rows else ["no schedule fits"]
         if self.others:
             lines += ["", "do not fit:", *aligned(list(self.others.items()), left={0, 1})]
         return "\n".join(line.rstrip() for line in lines)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The measures of each schedule that fits, as plain values for tables, JSON or data frames."""
-        return [
-            {
-                "schedule": name,
-                "stages_per_worker": found.schedule.stages // found.schedule.workers,
-                **{measure: getattr(found, measure) for measure in _MEASURES},
-            }
-            for name, found in self.fitting.items()
-        ]
 
 
 def compare(
@@ -163,16 +150,16 @@ def compare(
     return Comparison(workers, chunks, costs, memory_limit, channel, ranked, MappingProxyType(others))
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(name: str, found: Simulation) -> tuple[str, ...]:
     """The cells of a row of the table."""
     return (
-        row["schedule"],
-        f"{row['stages_per_worker']}",
-        f"{row['makespan']:.6g}",
-        f"{row['bubble']:.1%}",
-        f"{row['span']:.6g}",
-        f"{row['span_bubble']:.1%}",
-        f"{max(row['peak_memory']):.4g}",
-        f"{row['exposed_communication']:.4g}",
-        f"{row['gap']:.1%}",
+        name,
+        f"{found.schedule.stages // found.schedule.workers}",
+        f"{found.makespan:.6g}",
+        f"{found.bubble:.1%}",
+        f"{found.span:.6g}",
+        f"{found.span_bubble:.1%}",
+        f"{max(found.peak_memory):.4g}",
+        f"{found.exposed_communication:.4g}",
+        f"{found.gap:.1%}",
     )

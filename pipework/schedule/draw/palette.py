@@ -32,18 +32,8 @@ def cell_colors(fill: str | None, worker: int, depth: int = 0) -> tuple[str, str
         (('#84b0e3', '#22272e', '#ffffff'), ('#48607c', '#ffffff', '#ffffff'))
     """
     if fill is None:
-        return worker_fill(worker), INK, "#4a4f57"
+        return WORKER[worker % len(WORKER)], INK, "#4a4f57"
     return _darker(fill, _DEPTHS[min(depth, len(_DEPTHS) - 1)]), INK if depth < 2 else PAPER, PAPER
-
-
-def worker_fill(worker: int) -> str:
-    """The pastel fill of a worker.
-
-    Example:
-        >>> worker_fill(0) == worker_fill(8)
-        True
-    """
-    return WORKER[worker % len(WORKER)]
 
 
 def _darker(color: str, factor: float) -> str:

@@ -52,13 +52,12 @@ def test_it_prints_as_a_table():
 def test_stages_per_worker_and_schedules_of_ones_own():
     mine = {"mine": ScheduleSpec(fill_drain), "looped-bfs": SCHEDULES["looped-bfs"]}
     found = compare(workers=2, chunks=4, stages_per_worker=3, schedules=mine)
-    assert {row["schedule"]: row["stages_per_worker"] for row in found.rows()} == {"mine": 1, "looped-bfs": 3}
+    assert {name: each.schedule.stages for name, each in found.fitting.items()} == {"mine": 2, "looped-bfs": 6}
 
 
 def test_the_table_says_what_it_leaves_out():
     said = str(compare(workers=2, chunks=4))
     assert "left out: recomputation, reduction of gradients, the optimizer's step, costs of splitting beyond I" in said
     costly = Costs(recompute=100, reduce_gradient=100)
-    assert [row["makespan"] for row in compare(workers=2, chunks=4, costs=costly).rows()] == [
-        row["makespan"] for row in compare(workers=2, chunks=4).rows()
-    ]
+    found = [compare(workers=2, chunks=4, costs=costs).fitting.values() for costs in (None, costly)]
+    assert [each.makespan for each in found[0]] == [each.makespan for each in found[1]]
