@@ -56,8 +56,6 @@ def convert(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, 
             f"{target} is there already: choose another name, or say that it is to be replaced, by --force on the "
             "command line or force=True in Python. Nothing was changed"
         )
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {target.parent} for {target.name}: make it first")
     if not is_complete(source):
         raise ValueError(f"{source} is not the directory of a complete checkpoint: give one, such as .../step-00000012")
     manifest = Manifest.from_bytes(read_sealed(source))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import random
 import sys
 from dataclasses import dataclass
@@ -201,12 +200,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     module, saved = _accelerator(), states.get("accelerator", [])
-    places = _places() if module is not None else []
-    for place, state in zip(places, saved, strict=False):
+    for place, state in zip(_places() if module is not None else [], saved, strict=False):
         module.set_rng_state(state, *place)
-    if len(saved) != len(places):
-        text = "the checkpoint has random states of %d accelerators, here are %d: those that both have were set"
-        logging.getLogger("pipework").info(text, len(saved), len(places))
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
         numpy.random.set_state(states["numpy"])

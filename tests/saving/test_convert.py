@@ -34,7 +34,7 @@ def test_mistakes(tmp_path, capsys):
     assert "is not the directory of a complete checkpoint: give one, such as" in said(path.parent, out)
     assert "is not the directory of a complete checkpoint: give one" in said(tmp_path / "nowhere", out)
     assert "wanted a name that ends in .safetensors" in said(path, tmp_path / "x.bin")
-    assert "there is no folder" in said(path, tmp_path / "no" / "x.safetensors")
+    assert "No such file or directory" in said(path, tmp_path / "no" / "x.safetensors")
     out.write_text("what was there")
     assert f"{out} is there already: choose another name, or say that it is to be" in said(path, out)
     file = path / "model-stage-00001.safetensors"
