@@ -48,19 +48,17 @@ def test_the_users_own_hooks_are_still_called() -> None:
     assert torch.equal(x.grad, x * 4)
 
 
-def test_an_input_that_no_graph_saves_is_held_all_the_same() -> None:
+def test_what_a_micro_batch_holds_and_what_was_sent() -> None:
     x, skip = torch.ones(4, 8, requires_grad=True), torch.ones(4, 2, requires_grad=True)
     meter = MemoryMeter([])
-    with meter.measuring(0, 0, [x, skip]):
-        joined = torch.cat([skip * 1, x * 1], dim=1)  # nothing of this is saved
-    assert joined.requires_grad
-    assert peak(meter) == x.nbytes + skip.nbytes
-
-
-def test_without_a_backward_to_come_nothing_is_held() -> None:
-    x = torch.ones(4, 8)
-    meter = MemoryMeter([])
-    with torch.no_grad(), meter.measuring(0, 0, [x]):
+    with meter.measuring(0, 3, [x, skip]):
+        joined = torch.cat([skip * 1, x * 1], dim=1)  # nothing of this is saved, and the inputs are held all the same
+    meter.sending([joined])
+    held = x.nbytes + skip.nbytes
+    assert meter.read(0, 3) == (held, held, joined.nbytes)
+    meter.released(0, 3)
+    assert meter.read(0, 3)[1:] == (0, 0)
+    with torch.no_grad(), meter.measuring(0, 0, [x]):  # without a backward to come
         x.tanh()
     assert peak(meter) == 0
 
@@ -90,17 +88,6 @@ def test_recorded_memory_has_what_a_stage_popped_and_copies_of_buffers() -> None
     joined, mean_and_deviation = received, 2 * 4 * 4
     last = max(interval.memory for interval in recording.timeline().by_worker[1] if interval.action.kind == "F")
     assert last == 2 * (received + statistics) + received + joined + mean_and_deviation
-
-
-def test_what_a_micro_batch_holds_and_what_was_sent() -> None:
-    meter = MemoryMeter([])
-    x = torch.ones(4, 8, requires_grad=True)
-    with meter.measuring(0, 3, [x]):
-        y = x * 2
-    meter.sending([y])
-    assert meter.read(0, 3)[1:] == (x.nbytes, y.nbytes)
-    meter.released(0, 3)
-    assert meter.read(0, 3)[1:] == (0, 0)
 
 
 def test_a_slice_of_the_target_counts_its_own_rows_if_the_loss_saves_it() -> None:

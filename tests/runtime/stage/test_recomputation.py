@@ -33,16 +33,6 @@ class Counter(nn.Module):
         return x * self.weight * self.in_place.clone() * self.replaced * self.mask[0]
 
 
-def test_buffers_that_change_are_learned_and_constants_are_not_cloned_again() -> None:
-    layer = Counter()
-    buffers = MutableBuffers([layer])
-    before = buffers.snapshot()
-    layer(torch.ones(1, 2))
-    kept = buffers.learn(before)
-    assert sorted(slot.name for slot, _ in kept.clones) == ["in_place", "nothing", "replaced"]
-    assert sorted(slot.name for slot, _ in buffers.snapshot().clones) == ["in_place", "nothing", "replaced"]
-
-
 def test_the_second_pass_finds_what_the_first_found_and_leaves_no_trace() -> None:
     layer = Counter()
     buffers = MutableBuffers([layer])
@@ -50,6 +40,8 @@ def test_the_second_pass_finds_what_the_first_found_and_leaves_no_trace() -> Non
     x = torch.full((1, 2), 3.0)
     first = layer(x)
     kept = buffers.learn(before)
+    for clones in (kept.clones, buffers.snapshot().clones):  # without the mask, which is large and did not change
+        assert sorted(slot.name for slot, _ in clones) == ["in_place", "nothing", "replaced"]
     after = copy.deepcopy(layer.state_dict())
     for again in (True, True, False):
         with kept.standing_in(again=again):
@@ -131,37 +123,21 @@ def four_chunks(layer: nn.Module, checkpoint: str) -> Pipe:
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_buffer_that_is_registered_in_the_first_forward(in_place: bool, checkpoint: str) -> None:
-    layer = MultipliesByCalls(None, in_place)
+def test_a_buffer_may_come_or_change_later_if_it_is_small(in_place: bool, checkpoint: str) -> None:
+    layer = MultipliesByCalls(None, in_place)  # registered in the first forward
     pipe = four_chunks(layer, checkpoint)
     assert input_gradient(pipe) == [1, 2, 3, 4]
-    assert layer.calls.item() == 4
     assert input_gradient(pipe) == [5, 6, 7, 8]
     assert layer.calls.item() == 8
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_small_buffer_that_changes_in_a_later_mini_batch(in_place: bool, checkpoint: str) -> None:
-    layer = MultipliesByCalls(1, in_place)
-    pipe = four_chunks(layer, checkpoint)
-    layer.counting = False
-    assert input_gradient(pipe) == [0, 0, 0, 0]
-    layer.counting = True
-    assert input_gradient(pipe) == [1, 2, 3, 4]
-    assert layer.calls.item() == 4
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_large_buffer_that_changes_in_a_later_mini_batch(in_place: bool) -> None:
-    for checkpoint in ("never", "except_last", "always"):
-        layer = MultipliesByCalls(20_000, in_place)
+    for size in (1, 20_000):
+        layer = MultipliesByCalls(size, in_place)
         pipe = four_chunks(layer, checkpoint)
         layer.counting = False
         assert input_gradient(pipe) == [0, 0, 0, 0]
         layer.counting = True
-        if checkpoint == "never":
+        if size == 1 or checkpoint == "never":
             assert input_gradient(pipe) == [1, 2, 3, 4]
+            assert layer.calls[0].item() == 4
         else:
             with pytest.raises(RuntimeError, match="buffer"):
                 input_gradient(pipe)
@@ -239,6 +215,3 @@ def test_only_the_first_micro_batch_of_some_mini_batches_is_kept() -> None:
         check.compare(1, [torch.ones(2)], "stage 0")
         if mini_batch == MINI_BATCHES:
             check.compare(0, [torch.ones(2)], "stage 0")
-
-
-# Phases
