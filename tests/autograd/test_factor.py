@@ -61,10 +61,7 @@ def test_one_leaves_the_gradients_themselves() -> None:
     assert factor.is_one
     assert factor.times([own], keep=False)[0] is own
     assert factor.times([own], keep=True)[0] is not own
-
-
-def test_without_values_the_factor_is_one() -> None:
-    assert Factor.of(torch.ones((), device="meta"), 1.0).is_one
+    assert Factor.of(torch.ones((), device="meta"), 1.0).is_one  # without values
 
 
 @pytest.mark.gpu

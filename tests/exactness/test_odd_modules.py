@@ -70,9 +70,15 @@ def with_a_view(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y, y[:, :2]
 
 
+def halves(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return y[:, :2], y[:, 2:]
+
+
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("balance", [[2], [1, 1]])
-@pytest.mark.parametrize(("function", "receiver"), [(twice, overwrite), (twice, join), (with_a_view, join)])
+@pytest.mark.parametrize(
+    ("function", "receiver"), [(twice, overwrite), (twice, join), (with_a_view, join), (halves, overwrite)]
+)
 def test_outputs_that_share_memory(function: object, receiver: object, balance: list[int], checkpoint: str) -> None:
     plain = PipeSequential(Returns(function), Takes(receiver)).double()
     pipe = WAYS["outside"].pipe(plain, 3, checkpoint, balance=balance)

@@ -8,26 +8,21 @@ from pipework.runtime.random import kernels
 from pipework.runtime.random.streams import Key, RandomStream, draw_key, may_draw, mix
 
 words = st.integers(0, 2**64 - 1)
+hooked, patched = nn.Linear(1, 1), nn.Linear(1, 1)
+hooked.register_forward_hook(lambda *_: None)
+patched.forward = lambda x: x
 
 
-def test_a_key_is_one_draw_from_the_callers_generator() -> None:
+def test_a_key_is_one_draw_from_the_callers_generator_when_it_is_asked_for() -> None:
     torch.manual_seed(0)
-    key = draw_key()
-    after = torch.rand(1)
-    torch.manual_seed(0)
-    assert draw_key() == key
-    assert torch.equal(torch.rand(1), after)
-    assert draw_key() != key
-
-
-def test_a_lazy_key_draws_when_it_is_asked_for_and_once() -> None:
-    torch.manual_seed(0)
-    expected = draw_key()
+    expected, after = draw_key(), torch.rand(1)
     torch.manual_seed(0)
     key, state = Key(), torch.get_rng_state()
     assert not key.drawn
     assert torch.equal(torch.get_rng_state(), state)
     assert key.value() == key.value() == expected
+    assert torch.equal(torch.rand(1), after)
+    assert draw_key() != expected
 
 
 def test_a_layer_that_draws_in_evaluation_mode_asks_for_the_key_from_inside_its_stream() -> None:
@@ -64,15 +59,9 @@ def test_neighbouring_places_have_unrelated_seeds() -> None:
         (nn.TransformerEncoderLayer(2, 1), True),
         (nn.RReLU(), True),
         (type("Own", (nn.Linear,), {})(1, 1), True),
+        (hooked, True),
+        (patched, True),
     ],
 )
 def test_may_draw(layer: nn.Module, expected: bool) -> None:
     assert may_draw(layer) is expected
-
-
-def test_a_hook_or_a_patched_forward_may_draw() -> None:
-    hooked, patched = nn.Linear(1, 1), nn.Linear(1, 1)
-    hooked.register_forward_hook(lambda *_: None)
-    patched.forward = lambda x: x
-    assert may_draw(hooked)
-    assert may_draw(patched)

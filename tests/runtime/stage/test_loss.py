@@ -35,6 +35,8 @@ def test_what_weighs_nothing_is_zero_even_if_it_is_nan() -> None:
     assert part.dtype == torch.float64
     assert not part.requires_grad
     assert InnerLoss(mean, weights=(math.nan,)).part(torch.tensor(1.0), 0).isnan()
+    assert InnerLoss(mean, (0.5, 0.0, 0.5), micro_batches=3).counted == {0, 2}
+    assert InnerLoss(mean, micro_batches=2).counted == {0, 1}
 
 
 class Criterion(nn.Module):
@@ -60,11 +62,6 @@ def test_another_result_is_refused_by_name(function: object, source: str) -> Non
     for shape in ((1,), (2, 3)):
         with pytest.raises(ValueError, match=rf"^{source} returned a tensor of shape .*0-dimensional loss: reduce it"):
             inner.part(torch.zeros(shape), 0)
-
-
-def test_what_has_no_weight_does_not_count() -> None:
-    assert InnerLoss(mean, (0.5, 0.0, 0.5), micro_batches=3).counted == {0, 2}
-    assert InnerLoss(mean, micro_batches=2).counted == {0, 1}
 
 
 def test_the_output_goes_with_the_loss_if_it_is_wanted() -> None:
