@@ -144,21 +144,6 @@ def test_a_spec_of_ones_own_is_planned_like_its_name(name: str, spec: ScheduleSp
         assert mine.schedule(3) == known.schedule(3)
 
 
-@pytest.mark.parametrize(
-    ("balance", "devices", "error"),
-    [
-        ([0, 8], None, ValueError),
-        (None, "cpu", TypeError),
-        (None, ["nowhere", "cpu"], ValueError),
-        (None, [], IndexError),
-    ],
-)
-def test_nonsense_is_refused_in_words(balance: Any, devices: Any, error: Any) -> None:
-    for schedule in ("1f1b", "interleaved-1f1b", one_forward_one_backward(2, 4)):
-        with pytest.raises(error, match=r"balance|device"):
-            plan(schedule, balance=balance, devices=devices)
-
-
 def test_a_schedule_that_cannot_run_is_refused_and_one_for_fewer_rows_is_a_part_of_it() -> None:
     stuck = Schedule("stuck", (0,), ((Action("B", 0, 0), Action("F", 0, 0)),))
     with pytest.raises(ValueError, match="stuck"):
@@ -188,19 +173,6 @@ def test_accelerators_are_taken_first(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {device.type for device in found.devices} == {"cuda"}
         assert len(found.placement) == len(found.partitioning.balance)
     assert [device.index for device in found.devices] == [1, 0]
-
-
-# What the pipe shows of it
-
-
-def test_a_pipe_has_one_device_per_worker_and_one_entry_of_balance_per_stage() -> None:
-    pipe = Pipe(layers(), 3, balance=[1, 2, 3, 2], devices=["cpu"] * 2, schedule="interleaved-1f1b")
-    assert (pipe.balance, pipe.devices) == ([1, 2, 3, 2], [CPU, CPU])
-    assert [len(partition) for partition in pipe.partitions] == [1, 2, 3, 2]
-    assert pipe.schedule().placement == (0, 1, 0, 1)
-    assert [line.split()[2:4] for line in str(pipe).splitlines()[2:6]] == [
-        ["(worker", f"{worker})"] for worker in (0, 1, 0, 1)
-    ]
 
 
 def test_several_workers_and_one_micro_batch() -> None:

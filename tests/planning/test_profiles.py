@@ -30,10 +30,6 @@ def test_below_the_smallest_size_a_time_does_not_fall_faster_than_the_rows() -> 
     assert replace(profile, kinds={"device": kind}).at(1).seconds["device"][0].forward == 1
 
 
-def test_one_size_is_taken_to_be_proportional() -> None:
-    assert made([3.0], rows=(4,)).at(2).seconds["device"][0].forward == 6.0
-
-
 def test_devices_are_known_by_name_and_by_kind() -> None:
     profile = made([1.0])
     assert profile.kind_of("device") == "device"
@@ -152,13 +148,6 @@ def test_schedules_of_ones_own() -> None:
     own = with_recompute(build("1f1b", workers=2, chunks=8), [spread_evenly(4, 8), frozenset()])
     assert settings(schedule=own).schedule == own
     assert settings(schedule=build("1f1b", workers=2, chunks=8)) == settings(schedule="1f1b")
-
-
-def test_what_does_not_fit_is_noted() -> None:
-    plan = settings(memory=2000, checkpoint="never")
-    assert [held.fits for held in plan.workers] == [False, False]
-    assert plan.notes[0] == "this does not fit: worker 0 needs 2.84 KiB and may hold 1.95 KiB"
-    assert Plan.from_json(plan.to_json(), "plan.json") == plan
 
 
 @pytest.mark.parametrize(

@@ -29,16 +29,8 @@ REFUSALS = re.compile(
     r"no plan fits: .* it fits with memory=|there are \d devices and|chunks is \d+, and|"
     r"have several stages for each worker"
 )
-IN_TIER = 2  # groups of seeds
 SEEDS = 20  # of a group
-THOROUGH = 8
-GROUPS = [
-    *range(IN_TIER),
-    *(
-        pytest.param(each, marks=pytest.mark.thorough if each < THOROUGH else pytest.mark.slow)
-        for each in range(IN_TIER, 40)
-    ),
-]
+GROUPS = [*range(2), *(pytest.param(each, marks=pytest.mark.thorough) for each in range(2, 8))]
 
 
 def random_profile(draw: random.Random) -> Profile:
@@ -100,7 +92,8 @@ def random_options(draw: random.Random, profile: Profile) -> dict[str, Any]:
     }
 
 
-def check(plan: Plan, profile: Profile) -> None:
+def check(plan: Plan, profile: Profile, schedules: list[str] | None) -> None:
+    assert schedules is None or {*plan.named} <= {*schedules}
     assert all(worker.fits for worker in plan.workers)
     assert sum(plan.balance) == len(profile.layers)
     validate(plan.schedule, plan.costs)
@@ -126,6 +119,6 @@ def test_random_requests(group: int) -> None:
                 continue
             raise AssertionError(f"seed {seed} is refused with other words") from error
         planned += 1
-        check(plan, profile)
+        check(plan, profile, options["schedules"])
         assert plan_profile(profile, progress=lambda line: None, **options) == plan, seed
     assert planned

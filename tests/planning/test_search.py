@@ -3,7 +3,6 @@
 import re
 from ast import literal_eval
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +103,6 @@ def test_a_slow_device_gets_less_or_nothing() -> None:
     assert work["slow"] < work["fast"]
     useless = made([1.0] * 4, speeds={"fast": 1.0, "slow": 0.01})
     assert planned(useless, ["slow", "fast"]).devices == ("fast",)
-
-
-def test_names_may_be_chosen_from() -> None:
-    plan = planned(schedules=["1f1b", "gpipe"])
-    assert plan.schedule.name in ("1f1b", "gpipe")
-    assert {*plan.named} == {"1f1b", "gpipe"}
-    assert {worker.limit for worker in plan.workers} == {inf}
-
-
-def test_one_worker_has_no_bubble() -> None:
-    plan = planned(devices=["device"])
-    assert plan.simulation.bubble == 0
-    assert plan.gap == 0
 
 
 def test_fewer_equal_devices_are_enough_if_messages_are_slow() -> None:

@@ -1,5 +1,4 @@
 import re
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipework import Pipe, Plan, plan, pop, skippable, stash
+from pipework import Pipe, Plan, plan
 from pipework.planning import profile
 from pipework.planning.plan import WorkerBytes
 from pipework.planning.request import memory_bytes
@@ -59,10 +58,6 @@ def test_the_plan_is_the_fastest_that_was_tried(monkeypatch: pytest.MonkeyPatch)
     assert len({each.schedule.name for each in tried[1:]}) == 5
 
 
-def no_memory(*_: Any) -> None:
-    raise MemoryError
-
-
 def test_a_limit_is_met_by_what_was_measured() -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(6)))
     x = torch.randn(256, 64)
@@ -105,33 +100,6 @@ def test_a_plan_whose_stages_need_more_than_their_layers_is_not_made_again(
     assert found
     assert memory_bytes(found[1]) == pytest.approx(2 * 1.1 * max(totals), rel=0.01)
     assert limits == pytest.approx([limit, limit / 1.1, limit / 1.1][: 3 if fits_with_less else 2])
-
-
-@skippable(stash=["ahead"])
-class Stash(nn.Linear):
-    def forward(self, x: Any) -> Any:
-        time.sleep(0.01)  # so that several devices are faster than one
-        yield stash("ahead", x)
-        return super().forward(x)
-
-
-@skippable(pop=["ahead"])
-class Pop(nn.Module):
-    def forward(self, x: Any) -> Any:
-        time.sleep(0.01)
-        ahead = yield pop("ahead")
-        return x + ahead
-
-
-@pytest.mark.parametrize("steps_fit", [True, False])
-def test_a_skip_connection_over_stages(monkeypatch: pytest.MonkeyPatch, steps_fit: bool) -> None:
-    if not steps_fit:
-        monkeypatch.setattr("pipework.planning.measuring.plan_model.run_steps", no_memory)
-    module = nn.Sequential(Stash(*X.shape[-1:] * 2), nn.Tanh(), nn.ReLU(), Pop())
-    options = OPTIONS | {"target": X, "schedules": ["interleaved-1f1b"]}
-    found = plan(module, X, **options)
-    assert (found.balance, found.schedule.skips) == ((1, 1, 1, 1), ((0, 3),))
-    Pipe(module, plan=found, loss_fn=F.mse_loss)(X, target=X).backward()
 
 
 @pytest.mark.parametrize("call", [plan, profile])

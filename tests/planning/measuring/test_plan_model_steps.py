@@ -108,13 +108,6 @@ def test_too_little_memory_for_a_trial(recwarn: pytest.WarningsRecorder) -> None
     assert not recwarn.list
 
 
-def test_other_errors_are_raised() -> None:
-    x = torch.randn(8, 3, 4)
-    module = nn.Sequential(nn.Linear(4, 4), Failing(RuntimeError("something else")), nn.Linear(4, 4))
-    with pytest.raises(RuntimeError, match="something else"):
-        plan(module, x, target=x, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=4, timeout=0)
-
-
 def test_a_plan_that_runs_out_of_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x, lines = layers_of(), torch.randn(8, 3, 4), list[str]()
     first = planned(module, x)

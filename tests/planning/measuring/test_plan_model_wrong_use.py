@@ -29,7 +29,6 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 OF_A_MODEL: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sample": None}, TypeError, "plan got no sample|inputs do not have any tensors"),
-    ({"sample": 1.0}, TypeError, "inputs do not have any tensors: got float"),
     ({"sample": torch.tensor(1.0)}, ValueError, "'input 0' is 0-dimensional"),
     ({"sample": X[:0], "target": Y[:0]}, ValueError, "the sample has no rows"),
     ({"module": nn.Sequential(nn.LazyLinear(4), nn.ReLU())}, ValueError, "parameter '0.weight' is lazy"),
@@ -41,7 +40,6 @@ OF_A_MODEL: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"devices": []}, ValueError, "devices is empty"),
     ({"devices": ["gpu"]}, ValueError, "devices.0. is 'gpu', which PyTorch does not know"),
     ({"timeout": -1}, ValueError, "timeout is -1: wanted a finite number of seconds"),
-    ({"timeout": "1"}, ValueError, "timeout is '1'"),
     ({"progress": True}, TypeError, "progress is True: wanted a function"),
 ]
 
@@ -58,13 +56,11 @@ def test_of_a_model(call: Any, options: dict[str, Any], error: type[Exception], 
     ("options", "error", "message"),
     [
         ({"rows": 4}, TypeError, "rows is 4: wanted a sequence"),
-        ({"rows": [4.0]}, ValueError, r"rows is .4.0.: wanted sizes"),
         ({"rows": [0]}, ValueError, r"rows is .0.: wanted sizes of micro-batches from 1 to 16"),
         ({"rows": []}, ValueError, r"rows is ..: wanted sizes"),
         ({"rates": {}, "devices": None}, TypeError, "rates is .*wanted Rates by the name"),
         ({"rates": {"a": None}}, ValueError, "give either devices=, which are measured, or rates="),
         ({"rates": Rates(1.0, 1.0), "workers": 0, "devices": None}, ValueError, "workers is 0"),
-        ({"rates": Rates(1.0, 1.0), "workers": 2.0, "devices": None}, TypeError, "workers is 2.0, a float"),
     ],
 )
 def test_of_a_profile(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -78,7 +74,6 @@ OF_A_SEARCH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory": [1000, 1000]}, TypeError, "memory is .1000, 1000.: wanted a number of bytes"),
     ({"memory": {"tpu": 5}}, ValueError, "memory names 'tpu', which is none of the devices"),
     ({"batch": 1.5}, TypeError, "batch is 1.5, a float"),
-    ({"chunks": "4"}, TypeError, "chunks is '4', a str"),
     ({"chunks": 999}, ValueError, "chunks is 999, and a mini-batch has"),
     ({"optimizer": torch.optim.SGD(model().parameters())}, ValueError, "(?s)optimizer is SGD.*: wanted a number"),
     ({"optimizer": -1}, ValueError, "optimizer is -1"),
@@ -88,10 +83,8 @@ OF_A_SEARCH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"schedules": [3]}, TypeError, "schedules has 3: wanted names"),
     ({"schedules": "1f1b"}, TypeError, r"schedules is '1f1b': wanted a sequence such as \['1f1b'\]"),
     ({"schedules": ["1f2b"]}, ValueError, "no schedule is called '1f2b': did you mean '1f1b'"),
-    ({"seconds": float("nan")}, ValueError, "seconds is nan"),
     ({"seconds": None}, ValueError, "seconds is None: wanted a number above 0 .*, or iterations= in its place"),
     ({"iterations": 2.5}, TypeError, "iterations is 2.5, a float"),
-    ({"iterations": -3}, ValueError, "iterations is -3"),
 ]
 
 

@@ -58,7 +58,9 @@ def test_nothing_of_the_module_and_no_random_state_changes() -> None:
     of_python = random.getstate()
     before = {name: each.clone() for name, each in module.state_dict().items()}
     state = torch.get_rng_state()
-    measured(module)
+    with torch.inference_mode():
+        assert measured(module).at(4).seconds["cpu"][0].weight_gradient > 0
+        assert torch.is_inference_mode_enabled()
     pipework.plan(module, X, target=Y, loss_fn=F.mse_loss, devices=["cpu", "cpu"], iterations=5, timeout=0)
     assert random.getstate() == of_python
     assert all(torch.equal(before[name], each) for name, each in module.state_dict().items())
@@ -87,14 +89,6 @@ def test_a_layer_that_stands_there_twice() -> None:
     assert layer.weight.grad is not None
 
 
-def test_inference_mode_is_left_for_the_measurement() -> None:
-    with torch.inference_mode():
-        x = torch.randn(16, 8)
-        found = profile(layers(), x, target=torch.zeros(16, 4), loss_fn=F.mse_loss, rows=[4], **QUICK)
-        assert torch.is_inference_mode_enabled()
-    assert found.at(4).seconds["cpu"][0].weight_gradient > 0
-
-
 def test_skip_connections_are_named() -> None:
     @skippable(stash=["kept"])
     class Keep(nn.Module):
@@ -111,6 +105,9 @@ def test_skip_connections_are_named() -> None:
     module = nn.Sequential(Keep(), nn.Linear(8, 8), nn.ReLU(), Add(), nn.Linear(8, 4))
     (skip,) = measured(module).skips
     assert (skip.source, skip.target, skip.size) == (0, 3, (4 * 2 * 8, 4 * 8 * 8))
+    options: dict[str, Any] = {"devices": ["cpu"] * 5, "schedules": ["1f1b"], "iterations": 5, "timeout": 0}
+    found = pipework.plan(module, X, target=Y, loss_fn=F.mse_loss, chunks=4, **options)
+    Pipe(module, plan=found, loss_fn=F.mse_loss)(X, target=Y).backward()
 
 
 def test_sizes_are_chosen_from_one_micro_batch_for_each_worker_to_many() -> None:

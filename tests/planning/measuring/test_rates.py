@@ -2,28 +2,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from pipework import plan
 from pipework.planning import profile
 from pipework.planning.measuring.rates import Rates, rated_clock
 from tests.planning.measuring.test_profile import QUICK, layers
 
 RATES = {"fast": Rates(1e12, 1e11, memory=2**30), "slow": Rates(1e10, 1e9, launch=1e-4)}
-
-
-def test_times_follow_from_operations_and_bytes() -> None:
-    width, rows = 256, 64
-    module = nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU())
-    rates = {"computes": Rates(1e9, 1e30, launch=1e-30), "moves": Rates(1e30, 1e6, launch=1e-30)}
-    found = profile(module, torch.zeros(rows, width, requires_grad=True), rates=rates, rows=[rows])
-    linear, relu = found.kinds["computes"].seconds[0]
-    assert linear == pytest.approx([2 * rows * width * width / 1e9] * 3)
-    assert relu.forward < 1e-12
-    linear, relu = found.kinds["moves"].seconds[0]
-    assert relu.forward == pytest.approx(2 * 4 * rows * width / 1e6)
-    assert linear.forward == pytest.approx(4 * (2 * rows * width + width * width) / 1e6)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -62,13 +47,6 @@ def test_rates_are_positive_numbers() -> None:
             Rates(**{"operations": 1.0, "bytes_per_second": 1.0, name: 0})
     with pytest.raises(ValueError, match="Rates: memory is '80GiB': wanted a finite number"):
         Rates(1e12, 1e12, memory="80GiB")  # type: ignore[arg-type]
-
-
-def test_rates_without_a_name_are_those_of_the_only_kind() -> None:
-    x = torch.zeros(16, 8)
-    found, named = (profile(layers(), x, rates=rates, rows=[4]) for rates in (RATES["fast"], {"device": RATES["fast"]}))
-    assert found == named
-    assert plan(found, devices=["device"] * 2, iterations=5).devices == ("device", "device")
 
 
 @pytest.mark.parametrize(
