@@ -162,6 +162,27 @@ def two_inputs(rows: int) -> tuple[Tensor, ...]:
     return torch.randn(rows, 6), torch.randn(rows, 4), torch.rand(rows, 1)
 
 
+class Several(nn.Module):
+    """Two outputs, of one of which only the other layer's parameters need the gradient; an input that needs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y = x.detach() if y is None else y
+        return self.left(x) + y, self.right(y.detach())
+
+
+class Join(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+
+def detached() -> nn.Sequential:
+    return PipeSequential(Several(), Several(), Several(), Several(), Join())
+
+
 def frozen() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3))
 
@@ -213,6 +234,7 @@ MODELS = {
     "u-net": Model(u_net, images),
     "convolutional": Model(convolutional, images),
     "several-inputs": Model(several_inputs, two_inputs),
+    "detached": Model(detached),
     "frozen-and-thawed": Model(frozen, before_step=thaw),
     "transformer": Model(transformer, sequences),
     "drawing": Model(drawing, sequences),

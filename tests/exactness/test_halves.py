@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipework import PipeSequential
 from pipework.schedule import build
 from tests.conftest import WAYS
 from tests.ranks import held, layers_of_stages
@@ -140,31 +139,6 @@ def test_a_compiled_layer_forms_its_whole_gradient_at_once_and_nothing_waits(
     with ordinary.record() as recording:
         way.loss(ordinary, torch.randn(8, 6), torch.randn(8)).backward()
     assert min(recording.costs().waiting) > 0
-
-
-class Several(nn.Module):
-    """Two outputs, of one of which only the other layer's parameters need the gradient; an input that needs none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y = x.detach() if y is None else y
-        return self.left(x) + y, self.right(y.detach())
-
-
-class Join(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x * y
-
-
-@every_way
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_inputs_that_need_no_gradient(way: Any, checkpoint: str, assert_trained_alike: Callable[..., None]) -> None:
-    plain = PipeSequential(Several(), Several(), Several(), Join())
-    pipe = way.pipe(plain, CHUNKS, checkpoint, balance=BALANCE)
-    assert_trained_alike(plain, pipe, [(torch.randn(8, 6),) for _ in range(3)], way=way)
 
 
 @every_way

@@ -50,28 +50,6 @@ def test_several_losses_may_be_under_way(way: Any, checkpoint: str) -> None:
         assert torch.equal(actual.grad, expected.grad)  # a + b is b + a
 
 
-def test_evaluation_between_steps_changes_nothing(way: Any) -> None:
-    def train(evaluate: bool) -> list[Tensor]:
-        torch.manual_seed(5)
-        pipe = way.pipe(drawing(), 2, balance=[3, 2])
-        optimizer = torch.optim.SGD([{"params": pipe.parameters()}], lr=0.1)
-        for x, y in [batch(4) for _ in range(3)]:
-            loss = way.loss(pipe, x, y)
-            if evaluate:
-                pipe.eval()
-                with torch.no_grad():
-                    pipe(x)
-                    pipe(x, target=y)
-                pipe(x, target=y)  # its gradients are dropped
-                pipe.train()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.detach() for parameter in pipe.parameters()]
-
-    assert all(map(torch.equal, train(evaluate=False), train(evaluate=True)))
-
-
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("way", INSIDE, indirect=True)
 @pytest.mark.parametrize("probability", [0.5, 0.0])
