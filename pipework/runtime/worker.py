@@ -54,14 +54,7 @@ class WorkerRun:
         self._recorded = recorded
         self.handlers: dict[tuple[str, int], Handler] = {}
         for stage, run in self.runs.items():
-            handlers = run.connect(
-                endpoint,
-                stream=stream,
-                hold=hold,
-                before_computing=None if recorded is None else recorded.begin,
-                retain_graph=spec.retain_graph,
-                in_context=spec.in_context,
-            )
+            handlers = run.connect(spec, endpoint, stream, hold, None if recorded is None else recorded.begin)
             for kind, handle in endpoint.handlers(handlers).items():
                 if recorded is not None and kind in handlers:  # of the stage, not of the transport
                     handle = recorded.around(handle)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import RandomStream
     from pipework.runtime.random.unseen_draws import Hold
-    from pipework.runtime.run_spec import StepSpec
+    from pipework.runtime.run_spec import RunSpec, StepSpec
     from pipework.runtime.stage.memory_meter import MemoryMeter
     from pipework.runtime.stage.stage import Stage
     from pipework.runtime.stage.stage_backward import Backward
@@ -111,28 +111,26 @@ class StageRun:
 
     def connect(
         self,
+        spec: RunSpec,
         endpoint: Endpoint,
-        *,
         stream: RandomStream | None,
-        hold: Hold | None = None,
-        before_computing: Callable[[], None] | None = None,
-        retain_graph: bool = False,
-        in_context: bool = False,
+        hold: Hold | None,
+        before_computing: Callable[[], None] | None,
     ) -> dict[str, Handler]:
         """Prepares for one run of the worker.
 
         Args:
+            spec: the run.
             endpoint: the worker's side of the transport.
             stream: the source of the worker's random numbers; None: the layers draw none.
             hold: entered by each computation that may draw from the generator of an accelerator unseen, if given.
             before_computing: called by an action that has received its inputs, before it computes, if given.
-            retain_graph: whether the B actions leave their graphs for another run.
-            in_context: whether the caller's settings for the layers are in force during the whole run.
 
         Returns:
             By the kinds of actions, the functions that execute them.
         """
         enter_stream = None if stream is None else stream.enter
+        retain_graph, in_context = spec.retain_graph, spec.in_context
         memory = SharedMemory(self.aliases.leaves)
         forward, backward = self._computations(memory, enter_stream, hold, retain_graph=retain_graph)
         receive, send, receive_gradients, send_gradients = self._ways(endpoint, before_computing)
