@@ -1,14 +1,5 @@
-import pytest
-
-from pipework.schedule import Action, fill_drain, forward_only, looped_bfs, with_skips, zb_v
-from pipework.schedule.edges import counterpart, crossings, routes
-
-
-@pytest.mark.parametrize("text", ["0SEND_F3", "1RECV_F3", "2SEND_B0", "0SEND_F1@4", "4RECV_F1@0"])
-def test_the_counterpart_of_the_counterpart_is_the_transfer(text):
-    action = Action.parse(text)
-    assert counterpart(action) != action
-    assert counterpart(counterpart(action)) == action
+from pipework.schedule import fill_drain, forward_only, looped_bfs, with_skips, zb_v
+from pipework.schedule.edges import crossings, routes
 
 
 def test_routes_include_skips_in_both_directions_and_inference_has_forward_routes_only():

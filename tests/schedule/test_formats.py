@@ -13,6 +13,7 @@ from pipework.schedule import (
     with_communication,
     with_gradient_reduction,
     with_recompute,
+    with_sharding,
     with_skips,
 )
 
@@ -24,7 +25,7 @@ def test_round_trips(name):
         assert from_csv(to_csv(schedule), name=schedule.name) == schedule
         assert from_json(to_json(schedule)) == schedule
         if not schedule.inference:
-            lowered = with_communication(with_gradient_reduction(schedule))
+            lowered = with_sharding(with_communication(with_gradient_reduction(schedule)), 1)
             assert from_csv(to_csv(lowered), name=schedule.name) == lowered
             everything = with_communication(with_skips(with_recompute(schedule, 2), [(0, schedule.stages - 1)]))
             assert from_json(to_json(everything)) == everything

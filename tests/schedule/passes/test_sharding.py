@@ -1,14 +1,12 @@
-"""Where weights are gathered and freed: rules, times, memory, and the CSV form."""
+"""Where weights are gathered and freed: rules, times and memory."""
 
 import pytest
 
 from pipework.schedule import (
     Costs,
-    from_csv,
     interleaved_1f1b,
     looped_bfs,
     simulate,
-    to_csv,
     validate,
     with_communication,
     with_gradient_reduction,
@@ -56,10 +54,3 @@ def test_gathering_takes_time_and_memory() -> None:
     assert simulate(with_sharding(plain, 2), costs).peak_memory[0] == without.peak_memory[0] + 20.0
     gathered = [each for each in result.timeline.communication if each.action.kind == "UNSHARD"]
     assert [each.end - each.start for each in gathered] == [0.5] * 3
-
-
-def test_the_csv_form_has_them() -> None:
-    schedule = with_sharding(with_communication(with_gradient_reduction(looped_bfs(2, 2, 2))), 1)
-    text = to_csv(schedule)
-    assert "0UNSHARD" in text
-    assert from_csv(text).orders == schedule.orders
