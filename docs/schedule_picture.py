@@ -36,8 +36,7 @@ from sphinx.util.docutils import SphinxDirective
 
 import pipework.schedule
 from pipework.cli.arguments import written_costs
-from pipework.schedule import Simulation, simulate, svg, with_recompute
-from pipework.schedule.registry import build_for_shares
+from pipework.schedule import Costs, Simulation, build, simulate, svg, with_recompute
 
 
 class SchedulePicture(SphinxDirective):
@@ -81,13 +80,15 @@ class SchedulePicture(SphinxDirective):
     ) -> Simulation:
         """Simulate a schedule with the workers, micro-batches and costs of this picture."""
         written = self.options.get("costs")
-        schedule, costs = build_for_shares(
+        share = written_costs(written) if written else Costs()
+        schedule = build(
             name,
             workers=self.options.get("workers", 4),
             chunks=self.options.get("chunks", 8),
             stages_per_worker=stages_per_worker,
-            costs=written_costs(written) if written else None,
+            costs=share.placed,
         )
+        costs = share.placed(schedule.placement)
         if recompute:
             schedule = replace(with_recompute(schedule, recompute), name=f"{schedule.name} with recomputation")
         return simulate(schedule, costs)

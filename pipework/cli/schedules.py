@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import pipework.schedule
 from pipework.cli.arguments import FILES, Report, add_command, add_options, read_schedule
-from pipework.schedule import Costs, Schedule, Timeline, grid, simulate, svg, to_csv, to_json, validate
+from pipework.schedule import Costs, Schedule, Timeline, build, grid, simulate, svg, to_csv, to_json, validate
 from pipework.schedule.draw.units import memory_text, time_text
 from pipework.schedule.passes.communication import with_communication
-from pipework.schedule.registry import build_for_shares
 from pipework.timeline import trace_json
 
 if TYPE_CHECKING:
@@ -89,7 +88,8 @@ def _schedule(arguments: argparse.Namespace) -> tuple[Schedule, Costs]:
     pipework.schedule.schedule_spec(name)  # an unknown name is reported first
     if arguments.workers is None or arguments.chunks is None:
         raise ValueError("--workers or --chunks is missing: give numbers, such as --workers 4 --chunks 8")
-    return build_for_shares(name, **sizes, costs=arguments.costs)
+    schedule = build(name, **sizes, costs=arguments.costs.placed)
+    return schedule, arguments.costs.placed(schedule.placement)
 
 
 def _content(name: str, schedule: Schedule, line: Timeline) -> str:

@@ -101,7 +101,7 @@ def build(
     workers: int,
     chunks: int,
     stages_per_worker: int | None = None,
-    costs: Costs | None = None,
+    costs: Costs | Callable[[Sequence[int]], Costs] | None = None,
     schedules: Mapping[str, ScheduleSpec] = SCHEDULES,
 ) -> Schedule:
     """Make a schedule by its name, or from a spec.
@@ -111,7 +111,8 @@ def build(
         workers: number of workers.
         chunks: number of micro-batches.
         stages_per_worker: None: the default of the spec.
-        costs: of each stage; the orders of `timed` specs are made for them. None: unit costs.
+        costs: of each stage; the orders of `timed` specs are made for them. Or a function of the placement that gives
+            them, such as :meth:`Costs.placed` of costs of whole shares. None: unit costs.
         schedules: name to spec; ``SCHEDULES | {"mine": ScheduleSpec(my_generator)}`` adds a schedule.
 
     Raises:
@@ -122,49 +123,17 @@ def build(
     Example:
         >>> build("fill-drain", workers=4, chunks=8).name
         'gpipe'
+        >>> build("zb-v", workers=2, chunks=4, costs=Costs(forward=[1, 2]).placed).stages
+        4
         >>> build("zb-v", workers=2, chunks=4, stages_per_worker=3)
         Traceback (most recent call last):
         ValueError: schedule 'zb-v' has stages_per_worker=2, got 3: choose one of \
 'interleaved-1f1b', 'looped-bfs', 'hanayo', 'interleaved-zb', 'forward-only'
     """
-    return _built(name, workers, chunks, stages_per_worker, schedules, lambda placement: checked(costs))[0]
 
+    def costs_of(placement: Sequence[int]) -> Costs:
+        return costs(placement) if callable(costs) else checked(costs)
 
-def build_for_shares(
-    name: str | ScheduleSpec,
-    *,
-    workers: int,
-    chunks: int,
-    stages_per_worker: int | None = None,
-    costs: Costs | None = None,
-    schedules: Mapping[str, ScheduleSpec] = SCHEDULES,
-) -> tuple[Schedule, Costs]:
-    """Make a schedule as :func:`build` does, for costs of the whole share of the model that each worker has.
-
-    Returns:
-        The schedule, and the costs of its stages.
-
-    Raises:
-        TypeError, ValueError: as :func:`build`.
-
-    Example:
-        >>> from pipework.schedule import simulate
-        >>> schedule, costs = build_for_shares("zb-v", workers=4, chunks=8)
-        >>> costs.forward, simulate(schedule, costs).makespan
-        (0.5, 25.5)
-    """
-    return _built(name, workers, chunks, stages_per_worker, schedules, checked(costs).placed)
-
-
-def _built(
-    name: str | ScheduleSpec,
-    workers: int,
-    chunks: int,
-    stages_per_worker: int | None,
-    schedules: Mapping[str, ScheduleSpec],
-    costs_of: Callable[[Sequence[int]], Costs],
-) -> tuple[Schedule, Costs]:
-    """The schedule, and the costs of its stages, which depend on its placement."""
     spec = schedule_spec(name, schedules)
     count = spec.stages_per_worker if stages_per_worker is None else stages_per_worker
     positive_integers(workers=workers, chunks=chunks, stages_per_worker=count)
@@ -179,9 +148,9 @@ def _built(
     schedule = spec.generator(*sizes, **timed)
     if not isinstance(schedule, Schedule):
         raise TypeError(f"the generator {spec.generator!r} of a spec made {schedule!r}: wanted a Schedule")
-    costs = costs_of(schedule.placement)
-    replace(costs, skip_transfer=0.0).spread(schedule.stages)  # refuses sequences for another number of stages
-    return schedule, costs
+    # Refuses sequences for another number of stages.
+    replace(costs_of(schedule.placement), skip_transfer=0.0).spread(schedule.stages)
+    return schedule
 
 
 def _plain(name: str) -> str:

@@ -18,7 +18,6 @@ from pipework.schedule import (
     simulate,
     zb_v,
 )
-from pipework.schedule.registry import build_for_shares
 
 
 @pytest.mark.parametrize(
@@ -83,12 +82,13 @@ def test_a_generator_that_makes_no_schedule():
 
 def test_costs_of_whole_shares():
     costs = Costs([1, 2], transfer=[0.5])
-    schedule, share = build_for_shares("zb-v", workers=2, chunks=4, costs=costs)
+    schedule = build("zb-v", workers=2, chunks=4, costs=costs.placed)
+    share = costs.placed(schedule.placement)
     assert share.spread(4)["forward"] == (0.5, 1, 1, 0.5)
     assert share.transfer == (0.5, 0, 0.5)
     assert schedule == build("zb-v", workers=2, chunks=4, costs=share)
     with pytest.raises(ValueError, match="forward has 3 numbers: wanted 2"):
-        build_for_shares("1f1b", workers=2, chunks=4, costs=Costs([1, 2, 3]))
+        build("1f1b", workers=2, chunks=4, costs=Costs([1, 2, 3]).placed)
 
 
 def test_a_larger_registry_has_ones_own():

@@ -14,7 +14,7 @@ from pipework.schedule.analysis.validate import ValidationOptions
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.costs import Costs, checked_without_skips
 from pipework.schedule.draw.units import aligned
-from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build_for_shares
+from pipework.schedule.registry import SCHEDULES, ScheduleSpec, build
 
 # GPipe's other name, and the schedule for inference.
 _LEFT_OUT: Final = ("fill-drain", "forward-only")
@@ -122,11 +122,10 @@ def compare(
             else spec.stages_per_worker
         )
         try:
-            schedule, share = build_for_shares(
-                name, workers=workers, chunks=chunks, stages_per_worker=count, costs=costs, schedules=schedules
-            )
+            sizes = {"workers": workers, "chunks": chunks, "stages_per_worker": count}
+            schedule = build(name, **sizes, costs=costs.placed, schedules=schedules)
             built = True
-            found = simulate(schedule, share, channel=channel)
+            found = simulate(schedule, costs.placed(schedule.placement), channel=channel)
         except ValueError as error:
             others[name] = str(error)
             continue
