@@ -92,7 +92,7 @@ FILES += [f"pitfalls/test_{name}.py" for name in ("batch_norm", "context", "grad
 SLOW_FILES = ["exactness/test_grid.py"]  # has thousands of cases, and takes more time to collect than all others to run
 
 CASES = [
-    pytest.param(3, 1, 40, marks=pytest.mark.thorough),
+    pytest.param(3, 1, 35, marks=pytest.mark.thorough),
     *(pytest.param(ranks, each, 50, marks=pytest.mark.slow) for ranks in (2, 3, 4) for each in (3, 40)),
 ]
 
