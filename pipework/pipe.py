@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from pipework.assignment.assignment import assign, doubts_about
+from pipework.assignment.assignment import assign
 from pipework.assignment.partition import split_layers
 from pipework.backend import Backend, PipeSpec, StepCall
 from pipework.doubts import Doubts
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data.distributed import DistributedSampler
 
-    from pipework.assignment.assignment import Assignment
     from pipework.attached import AttachedModel
     from pipework.backend import ProcessGroupView
     from pipework.distributed.mesh import Mesh
@@ -160,7 +159,7 @@ class Pipe(Layers):
             here = backend.own_stages(assignment)
         # Of several processes all have the same doubts, and one says so.
         if self._warns and backend.ranks.replica == 0 and 0 in (here or [0]):
-            _warn_of_doubts(assignment, settings)
+            _warn_of_doubts(assignment.workers, settings)
         # 3. The layers go there; this process is the container of its own.
         if settings.deferred_batch_norm:
             convert_deferred_batch_norm(module, settings.chunks)
@@ -543,8 +542,14 @@ class Pipe(Layers):
         return {**self.__dict__, "_executor": copy(self._executor)}
 
 
-def _warn_of_doubts(assignment: Assignment, settings: Settings) -> None:
-    doubts = doubts_about(assignment, settings.chunks)
+def _warn_of_doubts(workers: int, settings: Settings) -> None:
+    """What is probably not meant: nothing is pipelined, or each of several processes trains the whole model alone."""
+    doubts = []
+    if workers > 1 and settings.chunks == 1:
+        doubts.append(
+            f"chunks is 1, so {workers} workers wait for each other and nothing is pipelined: give Pipe "
+            f"chunks={4 * workers} or so, the number of micro-batches that a mini-batch is split into"
+        )
     alone = settings.mesh is None and settings.devices is None and torch.distributed.is_available()
     if alone and torch.distributed.is_initialized():
         from pipework.distributed.mesh import doubt_about_no_mesh  # needs torch.distributed, which a build may lack

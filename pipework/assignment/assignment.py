@@ -238,13 +238,3 @@ def _placed(
         )
     on_stages = [places[worker] for worker in placement]
     return Assignment(source, choose_partitioning(module, balance, on_stages, machine=machine), placement)
-
-
-def doubts_about(assignment: Assignment, chunks: int) -> list[str]:
-    """What is probably not meant in a pipe: nothing is pipelined, because a mini-batch has one micro-batch."""
-    if chunks > 1 or assignment.workers <= 1:
-        return []
-    return [
-        f"chunks is 1, so {assignment.workers} workers wait for each other and nothing is pipelined: give Pipe "
-        f"chunks={4 * assignment.workers} or so, the number of micro-batches that a mini-batch is split into"
-    ]
