@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -254,12 +255,10 @@ def _balance(cuttable: Cuttable, settings: Settings) -> list[int]:
     tensors = [*cuttable.model.parameters()]
     if not backend.is_whole or any(each.is_meta or each.grad is not None for each in tensors) or len(balance) < 2:
         return balance
-    return balance_by_time(
-        len(balance),
-        layers,
-        Message.first(cuttable.adapter.inputs(*cuttable.sample)),
-        devices=assignment.partitioning.devices,
-    )
+    message = Message.first(cuttable.adapter.inputs(*cuttable.sample))
+    with contextlib.suppress(ValueError):  # tensors of unequal lengths, such as packed sequences, have no rows
+        return balance_by_time(len(balance), layers, message, devices=assignment.partitioning.devices)
+    return balance
 
 
 def _check_loss(
