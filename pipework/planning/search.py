@@ -2,7 +2,7 @@
 
 1. Each schedule by name, with each number of micro-batches and each order of unequal devices, gets the best cut for it.
    Where that does not fit, stages recompute until it does.
-2. The boundaries of the best of these are moved by a layer, as long as that helps.
+2. In the best of these, layers are moved from stage to stage, as long as that helps.
 
 What is best is the simulated step of a candidate. Nothing here imports torch.
 """
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _FEW = 8  # equal devices, of which a part may be enough
 _UNEQUAL = 4  # devices, all orders of which are tried
 _MOST_STAGES = 4  # of a worker
+_WITHIN = 1.15  # times the best plan's seconds; plans that are worth a trial
 _BEST = 4  # candidates of other sizes and shapes, whose cuts are improved
 _PARTS = 8  # recomputation grows by this part of a stage's micro-batches
 # What is often the best with whole backwards or halves, with much memory or little.
@@ -101,22 +102,14 @@ def plan_profile(
     return best_plans(request, budget, progress or logging.getLogger("pipework").info)[0]
 
 
-def best_plans(
-    request: PlanRequest,
-    budget: Budget,
-    report: Callable[[str], None],
-    *,
-    named: int = 0,
-    within: float = inf,
-) -> list[Plan]:
-    """The best plan, and after it the best of other schedules with a name.
+def best_plans(request: PlanRequest, budget: Budget, report: Callable[[str], None], others: int = 0) -> list[Plan]:
+    """The best plan, and after it the best of some other schedules with a name, if they are about as fast.
 
     Args:
         request: checked.
         budget: of the search.
         report: called with a line for each better plan.
-        named: how many others at most.
-        within: they take at most so many times the best plan's seconds.
+        others: how many of them at most.
 
     Raises:
         ValueError: no plan fits.
@@ -142,9 +135,9 @@ def best_plans(
     for each in search.best():
         if each.fits and isinstance(each.schedule, str):
             best.setdefault(each.schedule, each)
-    others = [each for each in best.values() if each is not found and each.seconds <= within * found.seconds]
+    near = [each for each in best.values() if each is not found and each.seconds <= _WITHIN * found.seconds]
     seconds_of = {name: each.seconds for name, each in best.items()}
-    return [each.plan(seconds_of) for each in (found, *others[:named])]
+    return [each.plan(seconds_of) for each in (found, *near[:others])]
 
 
 def no_plan_fits(request: PlanRequest, devices: Sequence[str], workers: Sequence[WorkerBytes]) -> ValueError:
@@ -344,21 +337,25 @@ class Search:
     # Better cuts
 
     def _improve(self, candidate: Candidate, until: float) -> None:
-        """One boundary after the other is moved by a layer, as long as that helps.
+        """A layer is moved from one stage to another one, as long as that helps.
 
         Args:
             candidate: to be improved.
             until: the share of the budget at which to stop.
         """
-        before = None
+        before, stages = None, range(len(candidate.balance))
         while candidate is not before:
             before = candidate
-            for boundary in range(len(candidate.balance) - 1):
-                for by in (1, -1):
+            # Neighbours first, then stages with others between, which each pass a layer on.
+            ends = ((first, distance) for distance in stages[1:] for first in stages[:-distance])
+            for first, distance in ends:
+                for giver, taker in ((first, first + distance), (first + distance, first)):
+                    if self._share() > until:
+                        return
                     balance = [*candidate.balance]
-                    balance[boundary] += by
-                    balance[boundary + 1] -= by
-                    if min(balance) > 0 and self._share() <= until:
+                    balance[giver] -= 1
+                    balance[taker] += 1
+                    if balance[giver] > 0:
                         other = self._tried(candidate, balance=tuple(balance))
                         self._take(other)
                         candidate = min(candidate, other, key=lambda each: each.rank)

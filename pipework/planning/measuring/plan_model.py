@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from pipework.planning.request import PlanRequest
 
 _TIMEOUT = 0.2
-# Schedules with a name that are tried beside the best plan, if they are about as fast by the profile.
-_NAMED, _WITHIN = 5, 1.15
+_NAMED = 5  # schedules with a name that are tried beside the best plan
 _SEARCHES = 3  # at most, each with less memory, if the stages that the one before has found do not fit
 _TURNS = 3
 # The first step of a turn allocates and chooses kernels; the second one has been 6 to 13 % slower than those after it.
@@ -189,7 +188,7 @@ def plan_that_fits(
     once = min(request.limits) == inf or batch.rows != request.batch
     for _ in range(1 if once else _SEARCHES):
         try:
-            plans = best_plans(request, budget, report, named=_NAMED, within=_WITHIN)
+            plans = best_plans(request, budget, report, _NAMED)
         except ValueError:
             if not tried:
                 raise

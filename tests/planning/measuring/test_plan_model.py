@@ -48,7 +48,7 @@ def test_the_plan_is_the_fastest_that_was_tried(monkeypatch: pytest.MonkeyPatch)
         tried.extend(plans)
         return plans[::-1]
 
-    monkeypatch.setattr("pipework.planning.measuring.plan_model._WITHIN", float("inf"))
+    monkeypatch.setattr("pipework.planning.search._WITHIN", float("inf"))
     monkeypatch.setattr("pipework.planning.measuring.plan_model.by_speed", last_first)
     found = plan(layers(), X, **OPTIONS)
     assert len(tried) == 6
