@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from pipework.assignment.assignment import assign
 from pipework.assignment.from_plan import planned
 from pipework.integrations import adapter_for
+from pipework.model import mini_batch
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.marks import checked_pieces
 from pipework.model.parts.check import Weighed, check_loss, check_parts
@@ -256,9 +256,11 @@ def _balance(cuttable: Cuttable, settings: Settings) -> list[int]:
     if not backend.is_whole or any(each.is_meta or each.grad is not None for each in tensors) or len(balance) < 2:
         return balance
     message = Message.first(cuttable.adapter.inputs(*cuttable.sample))
-    with contextlib.suppress(ValueError):  # tensors of unequal lengths, such as packed sequences, have no rows
-        return balance_by_time(len(balance), layers, message, devices=assignment.partitioning.devices)
-    return balance
+    try:
+        mini_batch.split((message,), {}, 1)
+    except ValueError:  # tensors of unequal lengths, such as packed sequences, have no rows
+        return balance
+    return balance_by_time(len(balance), layers, message, devices=assignment.partitioning.devices)
 
 
 def _check_loss(
