@@ -70,7 +70,7 @@ class Kinds(Mapping[str, ActionKind]):
         rows: the kinds, in the order of legends.
 
     Raises:
-        ValueError: a kind waits for a product that no kind gives.
+        ValueError: two kinds have the same letter, or a kind waits for a product that no kind gives.
 
     Example:
         >>> own = Kinds(*KINDS.values(), ActionKind("O", "offload", needs=("F",), holds="checkpoint_activation"))
@@ -82,6 +82,9 @@ class Kinds(Mapping[str, ActionKind]):
     def __init__(self, *rows: ActionKind) -> None:
         self._rows = {row.letter: row for row in rows}
         for row in rows:
+            if self._rows[row.letter] is not row:
+                names = f"{row.name!r} and {self._rows[row.letter].name!r}"
+                raise ValueError(f"the kinds {names} both have the letter {row.letter!r}: give each its own")
             missing = {*row.needs, row.arrives} - {"", *(other.gives for other in rows)}
             if missing:
                 raise ValueError(f"the kind {row.letter!r} needs {min(missing)!r}, which no kind of the table gives")

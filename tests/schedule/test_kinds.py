@@ -71,9 +71,11 @@ def test_what_is_wrong_is_named(old, new, message):
     assert wrong.message == message
 
 
-def test_a_table_without_what_a_kind_needs():
+def test_a_table_that_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="the kind 'L' needs 'O', which no kind of the table gives"):
         Kinds(*KINDS.values(), OFFLOADING["L"])
+    with pytest.raises(ValueError, match="the kinds 'recompute' and 'offload' both have the letter 'R': give each"):
+        Kinds(*KINDS.values(), OFFLOADING["O"]._replace(letter="R"))
 
 
 def test_times_and_memory():

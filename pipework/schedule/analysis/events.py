@@ -256,9 +256,7 @@ class _Execution:
         self._posted: dict[Message, list[tuple[int, int]]] = {}
         self._carried: dict[Message, tuple[float, float, bool | Message]] = {}
         self._awake = list(range(schedule.workers))[::-1]
-        self._before_loss = (
-            schedule.table.letters(scope="micro-batch", phase="forward") if isnan(table.loss.ends[0]) else ()
-        )
+        self._before_loss: tuple[str, ...] = ()
         self._forwards = 0
         if isnan(table.loss.ends[0]):
             self._before_loss = schedule.table.letters(scope="micro-batch", phase="forward")
