@@ -368,7 +368,8 @@ class Averaging:
     def end_comparison(self) -> None:
         """Waits until the replicas are compared. Raises a ValueError on all of them if they differ."""
         with self._waits():
-            self._every[0].end_comparison()
+            for replicas in self._every:
+                replicas.end_comparison()
 
     def begin(self, spec: RunSpec, stage: int) -> None:
         """Begins to average the gradients of a stage, which are complete."""
