@@ -56,6 +56,10 @@ def hooked(layer: Any, x: Tensor) -> Tensor:
     return y
 
 
+def hooked_and_overwritten(layer: Any, x: Tensor) -> Tensor:
+    return F.relu_(hooked(layer, x))
+
+
 def hooked_parameter(layer: Any, x: Tensor) -> Tensor:
     y = layer.linear(x)
     if y.requires_grad:
@@ -96,8 +100,8 @@ def kept_as_attribute(layer: Any, x: Tensor) -> Tensor:
 
 
 ACTS = [
-    overwritten, overwritten_in_part, added_to, masked, hooked, hooked_parameter, frozen_in_between, penalised,
-    written_into,
+    overwritten, overwritten_in_part, added_to, masked, hooked, hooked_and_overwritten, hooked_parameter,
+    frozen_in_between, penalised, written_into,
 ]  # fmt: skip
 
 

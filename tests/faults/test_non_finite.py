@@ -45,12 +45,14 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    ("way", "direction", "stage", "micro_batch", "bad"),
-    sampled(USUAL, ["forward", "backward"], range(4), range(3), [NAN, INFINITY], each=3),
+    ("way", "checkpoint", "direction", "stage", "micro_batch", "bad"),
+    sampled(USUAL, ["never", "always"], ["forward", "backward"], range(4), range(3), [NAN, INFINITY], each=3),
     indirect=["way"],
 )
-def test_the_first_place_is_named(way: Any, direction: str, stage: int, micro_batch: int, bad: float) -> None:
-    pipe, batch = pipe_and_batch(way, check_finite=True)
+def test_the_first_place_is_named_and_finite_values_pass_unchanged(
+    way: Any, checkpoint: str, direction: str, stage: int, micro_batch: int, bad: float
+) -> None:
+    pipe, batch = pipe_and_batch(way, check_finite=True, checkpoint=checkpoint)
     pipe[stage].where = (direction, micro_batch, bad)
     with pytest.raises(FloatingPointError, match="is not finite") as caught:
         way.loss(pipe, *batch).backward()
@@ -61,7 +63,12 @@ def test_the_first_place_is_named(way: Any, direction: str, stage: int, micro_ba
     assert caught.value.__notes__ in [[f"{where}, action {each}"] for each in kinds]
     assert f"stage {stage}" in str(caught.value) or f"parameter '{stage}." in str(caught.value)
     pipe[stage].where = None
-    way.loss(pipe, *batch).backward()
+    pipe.zero_grad()
+    unchecked, _ = pipe_and_batch(way, check_finite=False, checkpoint=checkpoint)
+    unchecked.load_state_dict(pipe.state_dict())
+    for each in (pipe, unchecked):
+        way.loss(each, *batch).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(pipe.parameters(), unchecked.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])

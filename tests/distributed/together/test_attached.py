@@ -260,3 +260,43 @@ def test_one_thread_where_each_process_has_one_worker(mesh: Mesh) -> float:
     loss = pipe(x, target=x)
     loss.backward()
     return loss.item()
+
+
+@runs_on(2)
+def test_a_checkpoint_with_tied_parameters_goes_from_one_process_to_two_and_back(mesh: Mesh, folder: str) -> None:
+    batch = batch_of("own, tied")
+
+    def made(**workers: Any) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+        model = model_of("own, tied")
+        pipe = pipework.attach(model, batch, chunks=2, **workers)
+        return model, pipe, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def same(model: nn.Module, other: nn.Module, same: Any) -> None:
+        every = dict(other.named_parameters(remove_duplicate=False))
+        for name, parameter in model.named_parameters():
+            same(parameter, every[name])
+
+    def equal(one: Tensor, other: Tensor) -> None:
+        assert torch.equal(one, other)
+
+    single, whole, optimizer = made(devices=["cpu"] * 3)
+    steps(single, [batch], optimizer)
+    if mesh.rank == 0:
+        pipework.save_checkpoint(Path(folder) / "one", whole, optimizer, step=1)
+    model, pipe, own_optimizer = made(mesh=mesh)
+    assert pipework.load_checkpoint(Path(folder) / "one", pipe, own_optimizer) is not None
+    again, threads, last_optimizer = made(devices=["cpu"])
+    for before, after, optimizers in (
+        (single, model, (optimizer, own_optimizer)),
+        (model, again, (own_optimizer, last_optimizer)),
+    ):
+        if after is again:
+            pipework.save_checkpoint(Path(folder) / "two", pipe, own_optimizer, step=2)
+            assert pipework.load_checkpoint(Path(folder) / "two", threads, last_optimizer) is not None
+        few, many = (after, before) if after is model else (before, after)
+        same(few, many, equal)
+        state = torch.get_rng_state()  # of dropout
+        expected = steps(before, [batch], optimizers[0])
+        torch.set_rng_state(state)
+        assert steps(after, [batch], optimizers[1]) == pytest.approx(expected, rel=1e-5)
+        same(few, many, torch.testing.assert_close)

@@ -1,5 +1,6 @@
-"""All ranks plan together: the first measures the layers, and all get the same plan."""
+"""All ranks plan together: the first measures the layers, and all get the same plan. They train as a plan says."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipework
+import pipework.planning
 from pipework import Mesh, Pipe
-from pipework.testing import reference_step
-from tests.distributed.together.alike import other_gradients
+from pipework.schedule.edges import recomputed
+from pipework.testing import draw_key, reference_step
+from tests.distributed.together.alike import Pop, Stash, other_gradients
 from tests.jobs import runs_on
 from tests.planning.made_profiles import made
 
@@ -59,3 +62,25 @@ def test_all_ranks_get_the_same_plan_and_train_with_it(mesh: Mesh) -> tuple[str,
     with pytest.raises(RuntimeError if mesh.worker else ValueError, match="limit"):
         pipework.plan(layers(), x, memory=10, **options)
     return replace(plan, notes=()).to_json(), loss.item()
+
+
+@pytest.mark.thorough
+@runs_on(2)
+def test_a_plan_with_recomputation_and_a_skip_trains_bit_by_bit_like_the_model(mesh: Mesh) -> None:
+    x, y = torch.randn(16, 8), torch.randn(16, 8)
+    plain = nn.Sequential(nn.Linear(8, 8), Stash(), *layers(), nn.Dropout(), Pop(), nn.Linear(8, 8))
+    rates = pipework.planning.Rates(operations=1e9, bytes_per_second=1e9)
+    profile = pipework.planning.profile(plain, x, target=y, loss_fn=F.mse_loss, rates=rates, rows=[4])
+    plan = profile.predict(
+        devices=["device"] * 2, balance=[2, 2, 2, 3], chunks=4, schedule="interleaved-1f1b", checkpoint="always"
+    )
+    assert plan.schedule.skips == ((0, 3),)
+    assert recomputed(plan.schedule)
+    pipe = Pipe(copy.deepcopy(plain), plan=plan, mesh=mesh, loss_fn=F.mse_loss)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        loss = pipe(x, target=y)
+        loss.backward()
+        torch.manual_seed(seed)
+        assert torch.equal(loss, reference_step(plain, x, y, F.mse_loss, plan.chunks, draw_key()).loss)
+        assert other_gradients(pipe, plain) == []
