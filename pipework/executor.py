@@ -129,7 +129,7 @@ class Executor:
             What the pipe returns, and the texts of warnings.
         """
         # 1. This process reads what it needs of the call, and cuts the inputs into micro-batches.
-        scale = checked_scale(loss_scale, self._devices[-1])
+        loss_scale = checked_scale(loss_scale, self._devices[-1])
         context = CallerContext.capture(self._device_types)
         # Of several processes one reads the inputs; the others may want their gradients.
         cuts = self._backend.is_first or (call.grad and requires_gradients((inputs, keyword_inputs)))
@@ -151,7 +151,9 @@ class Executor:
         program = self._program_for(call, len(batch.rows))
         if call.has_target:
             own_target = cut_target if self._backend.is_last else None
-            loss = self._weigh(batch, own_target, grad=call.grad, keeps_output=call.returns_output, scale=scale)
+            loss = self._weigh(
+                batch, own_target, grad=call.grad, keeps_output=call.returns_output, loss_scale=loss_scale
+            )
             loss.seen = self.doubts.of_targets(batch, self.settings)
 
         # 4 and 5 differ for a loss inside and outside.
@@ -211,7 +213,7 @@ class Executor:
             step,
             batch.pieces.join,
             returned,
-            batch.loss.scale_in(parts[0].dtype),
+            batch.loss.seed_scale_in(parts[0].dtype),
             self._backend.expect_backward() if has_backward else None,
             lacks_scaler=has_backward and not call.scales_loss and self.doubts.lacks_scaler(step, self.settings),
         )
@@ -290,14 +292,14 @@ class Executor:
         return batch
 
     def _weigh(
-        self, batch: MiniBatch, target: Any, *, grad: bool, keeps_output: bool, scale: float | Tensor = 1.0
+        self, batch: MiniBatch, target: Any, *, grad: bool, keeps_output: bool, loss_scale: float | Tensor = 1.0
     ) -> InnerLoss:
         """Sets the loss of a mini-batch and its targets, which are None where another process reads them."""
         device = self._devices[-1]
         if target is not None:
             batch.cut_target(target, device, self.layout)
         loss = batch.loss = self.settings.inner(
-            batch.targets, batch.weighing, device, grad=grad, keeps_output=keeps_output, scale=scale
+            batch.targets, batch.weighing, device, grad=grad, keeps_output=keeps_output, loss_scale=loss_scale
         )
         return loss
 

@@ -1,4 +1,4 @@
-"""Cuts the autograd graph between stages: a received value is a leaf, and the stage reads an alias of that leaf.
+"""Cuts the autograd graph between stages: the sender makes a leaf of a value, and the receiver reads an alias of it.
 
     sender                                 receiver
     ... -> y                               leaf (its gradient is what goes back) -> alias -> first layer ...

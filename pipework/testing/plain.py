@@ -129,7 +129,8 @@ class PlainModel:
                 if batch.loss is None:  # the gradients belong to the joined outputs
                     waiting.append(passed)
                 elif grad:
-                    self._backward(passed, roots, [torch.ones_like(r) * batch.loss.scale_in(r.dtype) for r in roots])
+                    seeds = [torch.ones_like(root) * batch.loss.seed_scale_in(root.dtype) for root in roots]
+                    self._backward(passed, roots, seeds)
                     memory.separate()
             joined = batch.joined(outputs) if waiting and outputs else None
             cut = [()] * len(waiting) if joined is None else joined.cut(cotangents_of(joined.tensors))

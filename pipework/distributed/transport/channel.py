@@ -1,14 +1,14 @@
-"""A channel between two ranks, in both directions: messages in order, described if their form has changed.
+"""A channel between two ranks, in both directions: messages in order, with a header if their form has changed.
 
 A message is three numbers, and its tensors, each by itself, directly from and into their memory:
 
     sender                                              receiver
-    numbers: which message, bytes of a description, --> posted ahead
+    numbers: which message, bytes of a header, ------> posted ahead
              how many messages have arrived
     tensors                                         --> posted ahead, in the form of the last message to this address
     or, if the form is another one:
     a byte in place of each tensor expected         --> ends its receive
-    the description, then the tensors               --> buffers in the form that is described
+    the header, then the tensors                    --> buffers in the forms of the header
 
 gloo accepts a message that is shorter than its buffer without an error, and ends the process at a longer one. So a
 tensor is received only if both sides know its size. The byte in place of a tensor is shorter than its buffer on
@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pipework.distributed.transport import header
 from pipework.distributed.transport.groups import break_group, transferring
+from pipework.distributed.transport.header import Header, decode, describe, encode, may_be_changed
 from pipework.torch_private import require, transfer_together
 from pipework.values import tensor_form
 from pipework.values.dtensor import local_part
@@ -52,14 +52,14 @@ class _Posted(NamedTuple):
 
     Attributes:
         number: of the message.
-        expected: its form if nothing has changed.
+        expected: its header if nothing has changed.
         numbers: where those of the message arrive.
         buffers: for its tensors.
         works: end when the numbers, and what is in the buffers, have arrived.
     """
 
     number: int
-    expected: header.Header
+    expected: Header
     numbers: Tensor
     buffers: tuple[Tensor | None, ...]
     works: list[Any]
@@ -143,15 +143,15 @@ class Channel:
         self._device_channel = device_channel
         self._mesh = mesh
         # The header of the last message to each address, which the other side knows as well; at first it is empty.
-        self._nothing = header.Header((), None)
-        self._sent_headers: dict[Address, header.Header] = {}
-        self._received_headers: dict[Address, header.Header] = {}
+        self._nothing = Header((), None)
+        self._sent_headers: dict[Address, Header] = {}
+        self._received_headers: dict[Address, Header] = {}
         self._sent = 0
         self._kept: deque[_Kept] = deque()
         self._posted: dict[Address, _Posted] = {}
         self._expected = 0
         # Messages that had to be received before `take` asked for them.
-        self._early: dict[Address, tuple[header.Header, tuple[Tensor | None, ...]]] = {}
+        self._early: dict[Address, tuple[Header, tuple[Tensor | None, ...]]] = {}
 
     def send(self, address: Address, tensors: Sequence[Tensor | None], around: Any) -> None:
         """Sends a message, and returns at once.
@@ -161,16 +161,15 @@ class Channel:
             LostConnectionError: the other rank is gone.
         """
         expected = self._sent_headers.get(address, self._nothing)
-        description, parts = b"", self._memories(tensors)
+        encoded, parts = b"", self._memories(tensors)
         if not expected.fits(tensors, around):
-            form = header.describe(tensors, around)
-            description = header.encode(form)
+            encoded = encode(describe(tensors, around))
             # A copy: the sender may change the values around the tensors afterwards.
-            self._sent_headers[address] = header.decode(description)
+            self._sent_headers[address] = decode(encoded)
             instead = [_bytes(1) for each in expected.forms if self._is_posted(each)]
-            parts = [*instead, torch.frombuffer(bytearray(description), dtype=torch.uint8), *parts]
+            parts = [*instead, torch.frombuffer(bytearray(encoded), dtype=torch.uint8), *parts]
         number, self._sent = self._sent, self._sent + 1
-        numbers = torch.tensor([number, len(description), self._arrived], device="cpu")
+        numbers = torch.tensor([number, len(encoded), self._arrived], device="cpu")
         with transferring(self._rank):
             works = [self._outgoing.send([numbers], self._peer, 2 * number)]
             works += [self._outgoing.send([part], self._peer, 2 * number + 1) for part in parts]
@@ -204,18 +203,18 @@ class Channel:
                 if earlier == address or address in self._early:
                     break
                 self._early[earlier] = self._receive_message(earlier)
-        form, tensors = self._early.pop(address) if address in self._early else self._receive_message(address)
-        ready = [self._ready(tensor, each) for tensor, each in zip(tensors, form.forms, strict=True)]
-        return tuple(ready), form.around
+        header, tensors = self._early.pop(address) if address in self._early else self._receive_message(address)
+        ready = [self._ready(tensor, each) for tensor, each in zip(tensors, header.forms, strict=True)]
+        return tuple(ready), header.around
 
     def receive(self, address: Address) -> Message:
         """Posts the next message to this address, and waits for it."""
         self.post(address)
         return self.take(address)
 
-    def _receive_message(self, address: Address) -> tuple[header.Header, tuple[Tensor | None, ...]]:
-        """Waits for a message, and returns its form and its tensors."""
-        number, form, numbers, buffers, works = self._posted.pop(address)
+    def _receive_message(self, address: Address) -> tuple[Header, tuple[Tensor | None, ...]]:
+        """Waits for a message, and returns its header and its tensors."""
+        number, header, numbers, buffers, works = self._posted.pop(address)
         with transferring(self._rank):
             for work in works:
                 work.wait()
@@ -228,21 +227,21 @@ class Channel:
             data = _bytes(length)
             with transferring(self._rank):
                 self._incoming.recv([data], self._peer, 2 * number + 1).wait()
-            description = data.numpy().tobytes()
-            form = header.decode(description)
+            encoded = data.numpy().tobytes()
+            header = decode(encoded)
             # A copy: the layers may change the values around the tensors that they get.
-            self._received_headers[address] = header.decode(description)
-            buffers = self._buffers(form)
+            self._received_headers[address] = decode(encoded)
+            buffers = self._buffers(header)
             with transferring(self._rank):
                 for work in self._receive(number, buffers):
                     work.wait()
-        elif header.may_be_changed(form.around):
-            form = header.decode(header.encode(form))
-        tensors = form.tensors(buffers)
+        elif may_be_changed(header.around):
+            header = decode(encode(header))
+        tensors = header.tensors(buffers)
         if self._device_channel is not None:
-            tensors = _with_device_tensors(self._device_channel, tensors, form)
+            tensors = _with_device_tensors(self._device_channel, tensors, header)
         self._release(acknowledged)
-        return form, tensors
+        return header, tensors
 
     def _ready(self, tensor: Tensor | None, form: tensor_form.TensorForm | None) -> Tensor | None:
         """A received tensor on its device, requiring a gradient if it did so there."""
@@ -276,9 +275,9 @@ class Channel:
             present = [tensor for tensor in present if not tensor_form.lies_on_accelerator(tensor)]
         return [tensor_form.memory_of(tensor).cpu() for tensor in present]
 
-    def _buffers(self, form: header.Header) -> tuple[Tensor | None, ...]:
+    def _buffers(self, header: Header) -> tuple[Tensor | None, ...]:
         """Memory for tensors that come through the CPU."""
-        return tuple([each.room() if each is not None and self._through_cpu(each) else None for each in form.forms])
+        return tuple([each.room() if each is not None and self._through_cpu(each) else None for each in header.forms])
 
     def _through_cpu(self, form: tensor_form.TensorForm) -> bool:
         return self._device_channel is None or not form.on_accelerator
@@ -309,10 +308,10 @@ class Channel:
 
 
 def _with_device_tensors(
-    device_channel: DeviceChannel, tensors: tuple[Tensor | None, ...], form: header.Header
+    device_channel: DeviceChannel, tensors: tuple[Tensor | None, ...], header: Header
 ) -> tuple[Tensor | None, ...]:
     """The tensors of a message, with those that come directly from the other accelerator."""
-    forms = [each if each is not None and each.on_accelerator else None for each in form.forms]
+    forms = [each if each is not None and each.on_accelerator else None for each in header.forms]
     received = iter(device_channel.receive([each for each in forms if each is not None]))
     return tuple([tensor if each is None else next(received) for tensor, each in zip(tensors, forms, strict=True)])
 

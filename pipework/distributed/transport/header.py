@@ -54,18 +54,18 @@ class Header:
         return tuple([None if form is None or room is None else form.tensor(room) for form, room in pairs])
 
     def fits(self, tensors: Sequence[Tensor | None], around: Any) -> bool:
-        """Whether this is the description of a message.
+        """Whether this is the header of a message.
 
         Example:
-            >>> description = describe((torch.zeros(2), None), None)
-            >>> description.fits((torch.ones(2), None), None), description.fits((torch.ones(3), None), None)
+            >>> header = describe((torch.zeros(2), None), None)
+            >>> header.fits((torch.ones(2), None), None), header.fits((torch.ones(3), None), None)
             (True, False)
         """
         return self == describe(tensors, around)
 
 
 def describe(tensors: Sequence[Tensor | None], around: Any) -> Header:
-    """The description of a message.
+    """The header of a message.
 
     Raises:
         TypeError: a tensor is not dense, or is of a subclass of Tensor.
@@ -91,8 +91,8 @@ def may_be_changed(around: Any) -> bool:
     return isinstance(around, Structure) and any(type(leaf) not in _UNCHANGING for leaf in around.leaves)
 
 
-def encode(description: Header) -> bytes:
-    """The description as bytes.
+def encode(header: Header) -> bytes:
+    """The header as bytes.
 
     Raises:
         TypeError: a value cannot be sent; the message names its type and its path.
@@ -101,12 +101,12 @@ def encode(description: Header) -> bytes:
         >>> encode(describe((torch.zeros(2),), None))
         b'{"forms":[["torch.float32",[2],false]],"around":null}'
     """
-    whole = {"forms": list(map(_encode_form, description.forms)), "around": _encode_around(description.around)}
+    whole = {"forms": list(map(_encode_form, header.forms)), "around": _encode_around(header.around)}
     return json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
 
 
 def decode(data: bytes) -> Header:
-    """The description of what `encode` gave.
+    """The header that `encode` got.
 
     Raises:
         ValueError: the bytes are malformed, or name a class that this process does not know.
@@ -120,7 +120,7 @@ def decode(data: bytes) -> Header:
         match whole:
             case {"forms": [*forms], "around": around}:
                 return Header(tuple(map(_decode_form, forms)), _decode_around(around, len(forms)))
-        raise ValueError("it is no description")
+        raise ValueError("it is no header")
     except Exception as error:  # of any kind, such as a RecursionError
         raise ValueError(f"a message between processes cannot be read: {error}") from error
 

@@ -255,7 +255,7 @@ class LossSettings:
         *,
         grad: bool,
         keeps_output: bool,
-        scale: float | Tensor = 1.0,
+        loss_scale: float | Tensor = 1.0,
         seen: list[SeenLoss] | None = None,
     ) -> InnerLoss:
         """The loss that the last stage computes for one mini-batch.
@@ -266,14 +266,14 @@ class LossSettings:
             device: of the last stage.
             grad: whether gradients are needed.
             keeps_output: whether the output is returned, too.
-            scale: of the call, see `checked_scale`.
+            loss_scale: of the call, see `checked_scale`.
             seen: see `InnerLoss`.
         """
         weights = None
         if targets is not None and self.loss_reduction == "mean":
             weights = mean_weights(self._amounts(targets, rows))
-        if targets is not None and (isinstance(scale, Tensor) or scale != 1.0):
-            weights = tuple([weight * scale for weight in weights or (1.0,) * len(rows)])
+        if targets is not None and (isinstance(loss_scale, Tensor) or loss_scale != 1.0):
+            weights = tuple([weight * loss_scale for weight in weights or (1.0,) * len(rows)])
         factor: float | Tensor = 1.0
         scaler = self.grad_scaler
         if scaler is not None and grad:  # on an accelerator a tensor, for whose value the host does not wait

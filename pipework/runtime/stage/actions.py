@@ -2,12 +2,12 @@
 
     F  1 receive -> leaves -> 2 layers -> outputs -> 4 cut from the graph -> 5 send     3 keep leaves and graph roots
     R  1 leaves -> 2 layers again                                                       3 now keep graph roots, too
-    B  I, then W
+    B  I, then W; without a store, I is the whole backward
     I  1 receive gradients -> 2 take the graph -> 3 autograd -> leaves -> 4 send        keep what W needs
     W  1 the gradients of parameters that I has deferred                                keep nothing
 
 A further kind is a handler, a row in `HANDLERS`, and a row in the table of `schedule.kinds`. What watches
-an action is not here: `StageRun.connect` puts it around, if anybody has asked for it (see `observers`).
+an action is not here: `StageRun._watch` puts it around, if anybody has asked for it (see `observers`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ class StageActions:
         self.backward_of_weights(action)
 
     def backward_of_input(self, action: Action) -> None:
-        """I: the same, but defers the gradients of parameters to W where possible."""
+        """I: differentiates one micro-batch, defers the gradients of parameters to W where possible, sends the input's.
+
+        Without a store nothing is deferred, and this is the whole of B.
+        """
         micro_batch = action[2]
         gradients, _ = self.receive_gradients(micro_batch)  # 1
         leaves, roots = self.run.kept.take(micro_batch, again=self.again)  # 2

@@ -31,7 +31,7 @@ class InPlaceChanges:
         batch: the version counters of the inputs, if the caller may change the inputs before a backward.
         checkpointed: the micro-batches that are computed twice. Their leaves are copies, or the recomputation compares
             the versions of their leaves.
-        aliases: of the stage's parameters.
+        parameters: the aliases of the stage's parameters.
 
     Attributes:
         found: whether the layers have changed an input in place; None before the first micro-batch, for which the
@@ -45,32 +45,32 @@ class InPlaceChanges:
         own_leaves: frozenset[int],
         batch: BatchVersions | None,
         checkpointed: Set[int],
-        aliases: Aliases,
+        parameters: Aliases,
     ) -> None:
         self._stage = stage
         self._checkpointed = checkpointed
-        self._parameters = aliases
+        self._parameters = parameters
         self._own_leaves = own_leaves
         self._batch = batch
         self.found: bool | None = None
         self.refuses: Set[object] = frozenset()
         self._passed_on: Set[int] = frozenset()  # the inputs whose memory outputs have, too
 
-    def aliases(self, leaves: Sequence[Tensor], micro_batch: int) -> tuple[Tensor, ...]:
-        """Aliases of the inputs for the layers, whose version counters show a change afterwards."""
+    def entered(self, leaves: Sequence[Tensor], micro_batch: int) -> tuple[Tensor, ...]:
+        """What the layers get instead of the leaves: its version counters show a change afterwards."""
         refusing = [n in self._own_leaves or boundary.is_unchangeable(leaf) for n, leaf in enumerate(leaves)]
         pairs = list(zip(leaves, refusing, strict=True))
-        aliases = tuple([leaf if refuses else boundary.enter(leaf) for leaf, refuses in pairs])
+        entered = tuple([leaf if refuses else boundary.enter(leaf) for leaf, refuses in pairs])
         self.refuses = {_memory(leaf) for leaf, refuses in pairs if refuses}
         if self._batch is not None and micro_batch not in self._checkpointed:
-            for leaf, alias in zip(leaves, aliases, strict=True):
-                if alias.grad_fn is not None:
-                    self._batch.add_alias(leaf, alias)
-        return aliases
+            for leaf, each in zip(leaves, entered, strict=True):
+                if each.grad_fn is not None:
+                    self._batch.add_alias(leaf, each)
+        return entered
 
-    def see(self, leaves: Sequence[Tensor], aliases: Sequence[Tensor]) -> None:
-        """After the layers have run: looks whether they have changed one of these aliases."""
-        seen = [boundary.report_overwriting(leaf, alias) for leaf, alias in zip(leaves, aliases, strict=True)]
+    def see(self, leaves: Sequence[Tensor], entered: Sequence[Tensor]) -> None:
+        """After the layers have run: looks whether they have changed one of these tensors."""
+        seen = [boundary.report_overwriting(leaf, each) for leaf, each in zip(leaves, entered, strict=True)]
         self.found = bool(self.found) or any(seen)
         if any(seen):
             self.refuse_overlap(leaves)

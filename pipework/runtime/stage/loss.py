@@ -51,7 +51,7 @@ class InnerLoss:
             argument and returns the loss.
         weights: the factor of each micro-batch's loss, with the call's `loss_scale`; None: none has one. A tensor is on
             the device of the loss: the caller's stream computes it, and the host may not know its value yet.
-        scale: gradients carry this factor, so that small ones survive in float16; a tensor as for a weight.
+        seed_scale: gradients carry this factor, so that small ones survive in float16; a tensor as for a weight.
         keeps_output: whether the output is returned with the loss.
         micro_batches: their number.
         seen: a list that gets the first two micro-batches; None: nothing is kept in this mini-batch.
@@ -59,7 +59,7 @@ class InnerLoss:
 
     function: Callable[[Any, Any], Tensor] | None
     weights: tuple[float | Tensor, ...] | None = None
-    scale: float | Tensor = 1.0
+    seed_scale: float | Tensor = 1.0
     keeps_output: bool = False
     micro_batches: int = 1
     seen: list[SeenLoss] | None = None
@@ -77,13 +77,13 @@ class InnerLoss:
             return "the last layer"
         return f"loss_fn ({getattr(self.function, '__name__', None) or type(self.function).__name__})"
 
-    def scale_in(self, dtype: torch.dtype) -> float | Tensor:
-        """The scale, rounded to the dtype of the loss."""
-        if isinstance(self.scale, Tensor):
-            return self.scale.to(dtype)
-        if self.scale == 1.0:
+    def seed_scale_in(self, dtype: torch.dtype) -> float | Tensor:
+        """The seed of a backward, rounded to the dtype of the loss."""
+        if isinstance(self.seed_scale, Tensor):
+            return self.seed_scale.to(dtype)
+        if self.seed_scale == 1.0:
             return 1.0
-        return torch.full((), self.scale, dtype=dtype, device="cpu").item()
+        return torch.full((), self.seed_scale, dtype=dtype, device="cpu").item()
 
     def part(self, value: Any, micro_batch: int) -> Tensor:
         """The micro-batch's part of the loss: the computed value times its weight.
@@ -197,7 +197,7 @@ class LossRun:
         root: Any = kept.graphs[micro_batch][1][0]
         if root is None:
             return (None,), None
-        scale = self._loss.scale
+        scale = self._loss.seed_scale
         tensor = isinstance(scale, Tensor)
         return (root.new_empty(()).copy_(scale) if tensor else root.new_full((), scale),), None
 

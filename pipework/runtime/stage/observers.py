@@ -1,6 +1,7 @@
 """What watches a stage's computations and actions, and is absent if nobody has asked for it.
 
-`StageRun.connect` puts these functions around the forward, the backward, the ways in and out, and the handlers.
+`StageRun` puts these functions around the forward and the backward (`_computations`), the ways in and out (`_ways`),
+and the handlers (`_watch`).
 """
 
 from __future__ import annotations

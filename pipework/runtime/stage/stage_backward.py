@@ -94,7 +94,7 @@ class StageBackward:
         run, given = torch_private.run_backward, (tuple(starts), tuple(seeds), self._retain_graph)
         try:
             if store is None:
-                of_leaves = boundary.gradients(leaves, run, *given)  # 3, 4
+                of_leaves = boundary.gradients(leaves, run, *given)  # 3, 4, 5
             else:
                 of_leaves = boundary.gradients(leaves, store.differentiate, micro_batch, partial(run, *given))
         except RuntimeError as error:
@@ -103,7 +103,7 @@ class StageBackward:
             raise
         memory = self._memory
         if memory.pending:
-            memory.separate()  # 5
+            memory.separate()
         if tied is not None:
             memory.pending = [*memory.pending, *tied.hand_on(micro_batch)]  # their gradients come anew
         return of_leaves

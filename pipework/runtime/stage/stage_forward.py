@@ -1,15 +1,15 @@
 """A stage's forward as a callable: (leaves, structure, micro-batch) -> (outputs, structure).
 
-    leaves --1--> aliases --2--> layers, one after the other --3--> loss --4--> outputs, with their graph
+    leaves --1--> entered --2--> layers, one after the other --3--> loss --4--> outputs, with their graph
 
-    1  the layers get aliases of the leaves as long as a layer may change one in place (see `in_place`)
+    1  the layers get further tensors of the same memory as long as a layer may change one in place (see `in_place`)
     2  `run_layers`, which also runs the copies of stages that are measured
     3  in the last stage, if the loss is inside
     4  the value of the last layer is taken apart into tensors and a structure
 
 F, the first pass of a checkpointed micro-batch and R call the same object. Something of your own around a stage's
 computation, such as a captured graph, a profiler or `saved_tensors_hooks`, is another callable of this signature around
-this one: `StageRun.connect` puts them together.
+this one: `StageRun._computations` puts them together, anew for each run. What it keeps belongs into `Stage`.
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ class StageForward:
     def __call__(self, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> Outputs:
         """The outputs and their structure."""
         in_place, ports = self._in_place, self._ports
-        run = self._of_aliases if ports is None else partial(ports.run, self._of_aliases)
-        aliases = leaves if in_place.found is False else in_place.aliases(leaves, micro_batch)  # 1
-        outputs, structure = run(aliases, structure, micro_batch)
-        if aliases is not leaves:
-            in_place.see(leaves, aliases)
+        run = self._run_entered if ports is None else partial(ports.run, self._run_entered)
+        entered = leaves if in_place.found is False else in_place.entered(leaves, micro_batch)  # 1
+        outputs, structure = run(entered, structure, micro_batch)
+        if entered is not leaves:
+            in_place.see(leaves, entered)
         for look in self._looks:
             look(leaves, outputs)
         return outputs, structure
 
-    def _of_aliases(self, aliases: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> Outputs:
-        value = aliases[0] if structure is None else nested.unflatten(aliases, structure)
+    def _run_entered(self, entered: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> Outputs:
+        value = entered[0] if structure is None else nested.unflatten(entered, structure)
         stage, loss, enter_stream = self._stage, self._loss, self._enter_stream
         # The structure in stage 0 has positional and keyword arguments; None, a single tensor, is the usual case.
         is_call = structure is not None and not stage.index
@@ -100,7 +100,7 @@ class StageForward:
             except TypeError as error:
                 add_note(error, f"returned by {stage.last_layer}")
                 raise
-        loss.trains = loss.trains or any(alias.requires_grad for alias in aliases)
+        loss.trains = loss.trains or any(each.requires_grad for each in entered)
         tensors, around = loss.targets.pop(micro_batch)
         target = tensors[0] if around is None else nested.unflatten(tensors, around)
         more = (target,) if loss.is_of_layer else ()

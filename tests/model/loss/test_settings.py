@@ -68,7 +68,7 @@ def test_nonsense_is_refused_by_the_constructor(options: dict[str, Any], error: 
 def test_the_scale_is_asked_for_gradients_only_and_a_disabled_scaler_scales_nothing() -> None:
     for grad, enabled, scale in ((True, True, 8.0), (False, True, 1.0), (True, False, 1.0)):
         settings = LossSettings(F.mse_loss, grad_scaler=torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled))
-        assert settings.inner([((), None)], [1], CPU, grad=grad, keeps_output=False).scale == scale
+        assert settings.inner([((), None)], [1], CPU, grad=grad, keeps_output=False).seed_scale == scale
 
 
 def test_buffers_of_a_loss_function_are_moved_and_are_no_part_of_the_state() -> None:
