@@ -478,7 +478,8 @@ class HealthMonitor:
         news = self._news()
         error = getattr(sys, "last_value", None) if left else None  # the uncaught exception that ends the program
         self._beats += 1
-        place = self._disagreed or self._calls.present  # read before the call, which began earlier
+        # Read before `_call`: if a call of this pipe begins in between, `_call` is newer, which accuses nobody.
+        place = self._disagreed or self._calls.present
         beat = Beat(
             self._beats,
             left,

@@ -1,6 +1,9 @@
 """The detectors of failures and hangs, with heartbeats and a clock that the test sets."""
 
 import copy
+import itertools
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -163,6 +166,43 @@ def test_ranks_that_call_two_pipes_in_another_order() -> None:
     fine = [elsewhere(1, place=NO_CALL), elsewhere(2, place=(1, 1)), beat(4)._replace(place=THERE)]
     assert not any(make_detector().check(0.0, {1: each}, CALL) for each in fine)
     assert make_detector().check(0.0, {1: elsewhere(6)}, CALL.ended()) is None
+
+
+class Rank:
+    """Makes the calls of an order of pipes, and sends a heartbeat for each pipe."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.calls, self.of_pipe = ProcessCalls(), {}
+        for _ in range(3):
+            self.of_pipe[self.calls.add()] = Call()
+        self.moments = self.steps(order)
+
+    def steps(self, order: list[int]) -> Iterator[None]:
+        for pipe in order:
+            self.of_pipe[pipe] = self.of_pipe[pipe].begun("training step")
+            self.calls.begin(pipe)
+            yield
+            self.of_pipe[pipe] = self.of_pipe[pipe].ended()
+            self.calls.end()
+            yield
+
+    def accused(self, other: "Rank") -> list[Any]:
+        """What the monitors of the pipes find at a heartbeat of another rank."""
+        return [
+            FailureDetector(0, {0: "rank 0", 1: "rank 1"}, TIMES, self.calls).check(
+                0.0, {1: beat(1, call=other.of_pipe[pipe])._replace(place=other.calls.present)}, call
+            )
+            for pipe, call in self.of_pipe.items()
+        ]
+
+
+def test_ranks_that_call_pipes_in_the_same_order_accuse_nobody_however_far_one_is_ahead() -> None:
+    chosen = random.Random(0)
+    order = [chosen.choice([1, 2, 3]) for _ in range(60)]
+    ranks = [Rank(order), Rank(order)]
+    for _ in range(100):
+        next(chosen.choice(ranks).moments)
+        assert not any(one.accused(other) != [None] * 3 for one, other in itertools.permutations(ranks))
 
 
 def test_a_copy_of_the_calls_is_of_another_process() -> None:
