@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from pipework.planning import profile
@@ -39,6 +40,9 @@ def test_each_operator_is_as_fast_as_it_can_be_and_views_take_no_time() -> None:
         begin = now()
         x @ x.t()
         assert now() - begin == pytest.approx(3.2)  # 320 bytes: 256 operations would take less
+    linear, x = nn.Sequential(nn.Linear(256, 256, bias=False)), torch.zeros(64, 256, requires_grad=True)
+    found = profile(linear, x, rates={"computes": Rates(1e9, 1e30, launch=1e-30)}, rows=[64])
+    assert found.kinds["computes"].seconds[0][0] == pytest.approx([2 * 64 * 256 * 256 / 1e9] * 3)
 
 
 def test_rates_are_positive_numbers() -> None:
