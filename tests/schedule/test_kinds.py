@@ -131,3 +131,16 @@ def test_a_pipe_runs_its_handler(monkeypatch):
     assert recording.predicted().makespan > 0
     assert ">offload<" in svg(recording.timeline())
     assert ">load<" in svg(pipe.predict(x, target=y, timeout=0).simulation.timeline)
+
+
+def test_a_pipe_follows_the_table_of_its_schedule():
+    few = Kinds(KINDS["F"], KINDS["B"])
+    schedule = from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", table=few)
+    pipe = pipework.Pipe(
+        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), 2, "never", balance=[1, 1], devices=["cpu"] * 2,
+        schedule=schedule, loss_fn=mse_loss, debug="check_finite",
+    )  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16), pipe.record() as recording:
+        pipe(torch.randn(4, 3), target=torch.randn(4, 2)).backward()
+    assert pipe[0].weight.grad is not None
+    assert sum(len(row) for row in recording.timeline().by_worker) == 8

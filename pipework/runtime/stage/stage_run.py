@@ -27,7 +27,6 @@ from pipework.runtime.stage.loss import LossRun
 from pipework.runtime.stage.recomputation import Recomputation
 from pipework.runtime.stage.stage_backward import StageBackward
 from pipework.runtime.stage.stage_forward import StageForward
-from pipework.schedule.kinds import KINDS, ActionKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,6 +73,7 @@ class StageRun:
         is_first, is_last = stage.index == 0, stage.index == program.schedule.stages - 1
         loss = spec.loss if is_last else None
         self.stage = stage
+        self._table = program.schedule.table
         self._context = spec.context
         self.trains = spec.context.grad
         recomputes = self.trains and stage.training
@@ -145,15 +145,18 @@ class StageRun:
             memory=memory,
             again=retain_graph,
         )
-        handlers: dict[str, Handler] = {kind: partial(handle, actions) for kind, handle in HANDLERS.items()}
-        if self.store is None:
-            handlers["B"] = handlers["I"]
+        # A schedule may have a table with kinds of its own, or without some of the usual ones.
+        handlers: dict[str, Handler] = {
+            kind: partial(handle, actions) for kind, handle in HANDLERS.items() if kind in self._table
+        }
+        if self.store is None and "B" in handlers:
+            handlers["B"] = partial(HANDLERS["I"], actions)
         self._watch(handlers, before_computing, retain_graph=retain_graph)
         if self.checkpointed and not in_context:
             handlers["R"] = self._context.entered()(handlers["R"])
         elif in_context and self._context.autocasts:
             # As PyTorch advises: autocast would cast the products and sums of a backward again.
-            for kind in [row.letter for row in KINDS.values() if row.adds]:
+            for kind in [kind for kind in handlers if self._table[kind].adds]:
                 handlers[kind] = self._context.without_autocast()(handlers[kind])
         return handlers
 
@@ -214,7 +217,7 @@ class StageRun:
         if before_computing is None and not self._check_finite and self.sharded is None and self.meter is None:
             return
         for kind, handle in handlers.items():
-            row, calls = KINDS.get(kind) or ActionKind(kind, kind), [handle]
+            row, calls = self._table[kind], [handle]
             if before_computing is not None and not row.arrives:
                 calls.insert(0, observers.calling(before_computing))
             if self._check_finite and self.store is not None and "W" in row.adds:
