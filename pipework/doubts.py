@@ -89,7 +89,8 @@ class Doubts:
             return False
         self._scaler_checks -= 1
         parameters = [each for stage in step.stages for each in step.parameters(stage)]
-        casts = [kind for kind in {each.device.type for each in parameters} if torch.is_autocast_enabled(kind)]
+        kinds = {each.device.type for each in parameters} - {"meta"}  # of which autocast refuses to be asked
+        casts = filter(torch.is_autocast_enabled, kinds)
         return torch.float16 in {*[each.dtype for each in parameters], *map(torch.get_autocast_dtype, casts)}
 
     def of_outputs(self, batch: MiniBatch, outputs: Sequence[Message]) -> None:

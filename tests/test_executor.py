@@ -1,4 +1,4 @@
-"""What several calling threads share in an executor."""
+"""What several calling threads share in an executor; layers without values."""
 
 import threading
 from typing import Any
@@ -39,3 +39,11 @@ def test_each_recorded_mini_batch_of_two_threads_has_a_number_of_its_own(monkeyp
             thread.join(20)
     assert errors == []
     assert sorted(recording.steps) == [0, 1]
+
+
+def test_layers_on_the_meta_device_have_a_loss_inside() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("meta")
+    pipe = Pipe(layers, 2, devices=["meta"] * 2, schedule="1f1b", loss_fn=nn.functional.mse_loss)
+    x = torch.ones(4, 2, device="meta")
+    pipe(x, target=x).backward()
+    assert [each.grad.device.type for each in pipe.parameters() if each.grad is not None] == ["meta"] * 4
