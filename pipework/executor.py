@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from pipework.model.sequential import TupleRule
     from pipework.planning.measuring.predict import Prediction
     from pipework.runtime.stage.loss import InnerLoss
+    from pipework.runtime.transport import Message
     from pipework.schedule import Schedule
     from pipework.settings import Settings
     from pipework.timeline import Recording
@@ -156,15 +157,20 @@ class Executor:
             )
             loss.seen = self.doubts.of_targets(batch, self.settings)
 
-        # 4 and 5 differ for a loss inside and outside.
+        # 4. The workers run the schedule: all of it, or up to the outputs if the loss is outside.
         key = Key(call.key)
         if call.training:
             key.value()
         step = self._step(engine, program, context, key, batch, call)
         with self._watched(batch, engine.lock):
-            result = (self._loss_inside if call.has_target else self._loss_outside)(batch, call, step)
+            results, of_inputs = step.run(batch.micro_batches, batch.targets or [])
+        # An error of one process in 5 must not leave its random numbers behind those of the others.
         self._backend.share_key(call, key)
-        return result, batch.warnings
+
+        # 5. The caller's graph gets the loss, or the joined outputs.
+        if call.has_target:
+            return self._loss_inside(batch, call, step, results, of_inputs), batch.warnings
+        return self._loss_outside(batch, call, step, results), batch.warnings
 
     def _step(
         self, engine: Engine, program: Program, context: CallerContext, key: Key, batch: MiniBatch, call: StepCall
@@ -186,9 +192,8 @@ class Executor:
         )
         return Step(engine, program, spec)
 
-    def _loss_outside(self, batch: MiniBatch, call: StepCall, step: Step) -> Any:
-        """4 and 5 if the caller computes the loss."""
-        results = step.forward(batch.micro_batches)  # 4
+    def _loss_outside(self, batch: MiniBatch, call: StepCall, step: Step, results: list[Message]) -> Any:
+        """5 if the caller computes the loss: the outputs, whose backward lets the workers go backward."""
         if not results:  # they are in another process
             return None
         outputs = batch.joined(results)
@@ -197,13 +202,14 @@ class Executor:
         if call.grad and any(outputs.differentiable):
             shared = LossOutside(step, cut=outputs.cut, join=batch.pieces.join)  # what 6 does
             rooted = not self._backend.is_whole
-            tensors = attach(shared, batch.tensors, tensors, outputs.differentiable, step.stages, rooted=rooted)  # 5
+            tensors = attach(shared, batch.tensors, tensors, outputs.differentiable, step.stages, rooted=rooted)
         return outputs.value(tensors)
 
-    def _loss_inside(self, batch: MiniBatch, call: StepCall, step: Step) -> Any:
-        """4 and 5 if the last stage computes the loss."""
+    def _loss_inside(
+        self, batch: MiniBatch, call: StepCall, step: Step, results: list[Message], of_inputs: list[Message]
+    ) -> Any:
+        """5 if the last stage has computed the loss: its backward hands over gradients that are there already."""
         assert batch.loss is not None
-        results, returned = step.run(batch.micro_batches, batch.targets or [])  # 4
         parts = [tensors[0] for tensors, _ in results]
         loss = total(parts)
         # A process that has nothing to train may leave its backward out.
@@ -212,7 +218,7 @@ class Executor:
         shared = LossInside(  # what 6 does
             step,
             batch.pieces.join,
-            returned,
+            of_inputs,
             batch.loss.seed_scale_in(parts[0].dtype),
             self._backend.expect_backward() if has_backward else None,
             lacks_scaler=has_backward and not call.scales_loss and self.doubts.lacks_scaler(step, self.settings),
@@ -222,7 +228,7 @@ class Executor:
         self.doubts.of_loss(batch, self.settings)
         if any(part.requires_grad for part in parts):
             arrived, rooted = None if shared.arrived is None else shared.end, not self._backend.is_whole
-            (loss,) = attach(shared, batch.tensors, (loss,), (True,), step.stages, rooted=rooted, arrived=arrived)  # 5
+            (loss,) = attach(shared, batch.tensors, (loss,), (True,), step.stages, rooted=rooted, arrived=arrived)
         if not call.returns_output:
             return loss
         if not (call.everywhere or self._backend.is_last):

@@ -1,9 +1,9 @@
 """A step: one mini-batch, which the workers run in the order of its schedule, in one run or in two.
 
-loss inside     run      F and B together: losses, and the gradients of all parameters
-no gradients    run      F alone
-loss outside    forward  F alone: outputs, from which the caller computes the loss
-backward B, from the gradients of the outputs, when autograd comes back to the pipe
+loss inside     run       F and B together: losses, and the gradients of all parameters
+loss outside    run       F alone: outputs, from which the caller computes the loss
+backward  B, from the gradients of the outputs, when autograd comes back to the pipe
+no gradients    run       F alone
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """A mini-batch.
-
-    If the loss is computed outside, `forward` runs the schedule up to the outputs, and `backward` runs the rest, from
-    the gradients of the outputs. If the loss is computed inside, `run` runs the whole schedule.
+    """A mini-batch on the stages of this process.
 
     Args:
         engine: the pipe's stages and workers.
@@ -87,17 +84,24 @@ class Step:
         """The parameters of a stage that require a gradient."""
         return self._runs[stage].aliases.parameters
 
-    def forward(self, inputs: Sequence[Message]) -> list[Message]:
-        """Runs the forwards alone.
+    def run(self, inputs: Sequence[Message], targets: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+        """Runs the forwards; with the loss inside, and gradients wanted, the whole schedule.
 
         Args:
             inputs: for each micro-batch, what stage 0 gets.
+            targets: for each micro-batch, what the loss compares the output with; empty: the loss is outside, or
+                another process has them.
 
         Returns:
-            For each micro-batch, the output of the last stage; an empty list if the last stage is in another process
-            and this process does not want its outputs.
+            For each micro-batch, the output of the last stage, or with the loss inside its part of the loss (and the
+            output, if the loss keeps it and it is here or wanted everywhere). And the gradient of each tensor that
+            stage 0 was given. Either is empty if it is not computed, or is in another process and not wanted here.
         """
-        return self._run({("F", 0): inputs}, forward=True, differentiates=False)[0]
+        sent: dict[tuple[str, int], Sequence[Message]] = {("F", 0): inputs}
+        if self._spec.loss is None:
+            return self._run(sent, forward=True, differentiates=False)
+        sent["target", len(self._engine.placement) - 1] = targets
+        return self._run(sent, forward=True, differentiates=self._spec.context.grad)
 
     def backward(self, gradients: Sequence[tuple[Tensor | None, ...]], *, retain_graph: bool) -> list[Message]:
         """Runs everything after the forwards.
@@ -122,21 +126,6 @@ class Step:
         with generators_given_up(), self._engine.backend.calling("backward"):
             self._engine.workers.refuse_caller()
             return self._run(sent, forward=False, differentiates=True, retain_graph=retain_graph)[1]
-
-    def run(self, inputs: Sequence[Message], targets: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-        """Runs everything, with the loss inside; without grad mode the forwards alone.
-
-        Args:
-            inputs: for each micro-batch, what stage 0 gets.
-            targets: for each micro-batch, what the loss compares the output with.
-
-        Returns:
-            For each micro-batch, its part of the loss (and the output, if the loss keeps it and it is here or wanted
-            everywhere); and the gradient of each tensor that stage 0 was given, nothing without grad mode or if none
-            requires one.
-        """
-        sent = {("F", 0): inputs, ("target", len(self._engine.placement) - 1): targets}
-        return self._run(sent, forward=True, differentiates=self._spec.context.grad)
 
     def take_gradients(self, stage: int, *, keep: bool = False) -> list[Tensor | None]:
         """The gradients of `parameters(stage)`; the caller's current stream may use them.
