@@ -10,26 +10,26 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 1_940,
-    "assignment": 550,
-    "autograd": 1_310,
-    "cli": 460,
+    "": 1_840,
+    "assignment": 500,
+    "autograd": 1_315,
+    "cli": 400,
     "compat": 500,
-    "device_check": 310,
-    "distributed": 3_530,
+    "device_check": 270,
+    "distributed": 3_380,
     "integrations": 720,
-    "model": 3_540,
-    "planning": 2_800,
-    "runtime": 3_120,
-    "saving": 1_190,
-    "schedule": 2_830,
+    "model": 3_530,
+    "planning": 2_450,
+    "runtime": 3_170,
+    "saving": 1_180,
+    "schedule": 2_775,
     "skip": 210,
-    "testing": 740,
-    "timeline": 310,
-    "values": 620,
+    "testing": 660,
+    "timeline": 250,
+    "values": 610,
 }
-PACKAGE_LINES, PACKAGE_FILES = 24_580, 250
-TEST_LINES = 38_810
+PACKAGE_LINES, PACKAGE_FILES = 23_680, 253
+TEST_LINES = 35_590
 DOC_WORDS = 45_000
 
 NO_CODE = {

@@ -67,7 +67,7 @@ class Pipe(Layers):
             cost.
         devices: one for each worker, which holds one partition, or several if the schedule is one of those; numbers
             are accelerators. ["cpu", "cpu"] means two workers that really run at the same time, each with its share of
-            the cores; a warning names those for which there is no partition. None: where the layers lie, else all
+            the cores; those for which there is no partition stay unused. None: where the layers lie, else all
             accelerators, else the CPU.
         schedule: the order of what the workers do: the name of any schedule that trains, such as 'gpipe', '1f1b',
             'interleaved-1f1b', 'looped-bfs', 'zb-h1' or 'zb-v' (or of its class in torch.distributed.pipelining), a

@@ -113,8 +113,10 @@ def default_devices(wanted: int, exactly: bool, machine: Machine) -> list[torch.
 def not_sequential(module: object) -> TypeError:
     """The error for a module that is not an ``nn.Sequential``."""
     got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
-    advice = "it is one already, so pass its layers" if hasattr(module, "partitions") else "write"
-    return TypeError(f"module must be nn.Sequential to be partitioned, got {got}: {advice} nn.Sequential(*layers)")
+    advice = "write nn.Sequential(*layers), or keep the model and take pipework.attach(model, sample, ...)"
+    if hasattr(module, "partitions"):
+        advice = "it is one already, so pass its layers, nn.Sequential(*layers)"
+    return TypeError(f"module must be nn.Sequential to be partitioned, got {got}: {advice}")
 
 
 def too_few_devices(devices: int, partitions: int, what: str = "partitions") -> IndexError:

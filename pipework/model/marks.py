@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -265,3 +265,48 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 _MARKS: Final = (NoChunk, Chunk, MicroBatches)
+
+
+class OneValue(NamedTuple):
+    """The value for one micro-batch of the caller's.
+
+    Attributes:
+        tensors: in it.
+        structure: around them.
+        split: the tensors that are not in `NoChunk`.
+    """
+
+    tensors: tuple[Tensor, ...]
+    structure: Structure | None
+    split: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> OneValue:
+        """Of any value."""
+        tensors, structure, marks = flattened(value, as_views=False)  # a tensor may be in several micro-batches
+        return cls(tensors, structure, tuple([t for t, mark in zip(tensors, marks, strict=True) if mark != WHOLE]))
+
+    @property
+    def rows(self) -> int:
+        """The rows that all these tensors have; `NO_ROWS` if there is no such number."""
+        rows = {tensor.shape[0] if tensor.dim() else NO_ROWS for tensor in self.split}
+        return rows.pop() if len(rows) == 1 else NO_ROWS
+
+
+def values_for_each(named: dict[str, Any], count: int, call: Callable[[tuple[Any, ...]], Any]) -> list[OneValue]:
+    """The values for each micro-batch of the caller's.
+
+    Args:
+        named: arguments by what messages call them.
+        count: of the micro-batches.
+        call: makes the value for a micro-batch of the values of the arguments.
+    """
+    for name, value in named.items():
+        if not isinstance(value, MicroBatches) and OneValue.of(value).split:
+            raise ValueError(
+                f"{name} has tensors outside of MicroBatches, although other arguments are "
+                f"MicroBatches: give MicroBatches([...]) of its {count} parts, or wrap a tensor that every micro-batch "
+                "should get whole in NoChunk"
+            )
+    columns = [value if isinstance(value, MicroBatches) else [value] * count for value in named.values()]
+    return [OneValue.of(call(values)) for values in zip(*columns, strict=True)]

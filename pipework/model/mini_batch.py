@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from pipework.model.marks import NO_ROWS, WHOLE, MicroBatches, flattened, has_micro_batches, is_dense
+from pipework.model.marks import NO_ROWS, WHOLE, MicroBatches, flattened, has_micro_batches, is_dense, values_for_each
 from pipework.model.row_dimensions import Layout, not_dense
 from pipework.values import nested
 
@@ -181,7 +181,7 @@ class MiniBatch:
                 return values[0]  # a single tensor is sent without the structure of a call
             return values[: len(arguments)], dict(zip(keywords, values[len(arguments) :], strict=True))
 
-        values = _for_each(named, count, call)
+        values = values_for_each(named, count, call)
         for number, value in enumerate(values):
             if not value.split:
                 raise TypeError(f"micro-batch {number} does not have any tensors among its inputs: wanted at least one")
@@ -269,7 +269,7 @@ class MiniBatch:
             raise ValueError(
                 f"the inputs have {len(self.rows)} micro-batches and the target has {len(target)}: wanted one for each"
             )
-        values = _for_each({"the target": target}, len(self.rows), lambda values: values[0])
+        values = values_for_each({"the target": target}, len(self.rows), lambda values: values[0])
         for tensor in [tensor for value in values for tensor in value.tensors]:
             _refuse_gradient(tensor)
         self.targets = [
@@ -412,51 +412,6 @@ def gradients_are_there(wanted: int, computed: int) -> bool:
         (True, True, False)
     """
     return wanted == 0 or (wanted >> _BITS == computed >> _BITS and not wanted & ~computed)
-
-
-class _OneValue(NamedTuple):
-    """The value for one micro-batch of the caller's.
-
-    Attributes:
-        tensors: in it.
-        structure: around them.
-        split: the tensors that are not in `NoChunk`.
-    """
-
-    tensors: tuple[Tensor, ...]
-    structure: Structure | None
-    split: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, value: Any) -> _OneValue:
-        """Of any value."""
-        tensors, structure, marks = flattened(value, as_views=False)  # a tensor may be in several micro-batches
-        return cls(tensors, structure, tuple([t for t, mark in zip(tensors, marks, strict=True) if mark != WHOLE]))
-
-    @property
-    def rows(self) -> int:
-        """The rows that all these tensors have; `NO_ROWS` if there is no such number."""
-        rows = {tensor.shape[0] if tensor.dim() else NO_ROWS for tensor in self.split}
-        return rows.pop() if len(rows) == 1 else NO_ROWS
-
-
-def _for_each(named: dict[str, Any], count: int, call: Callable[[tuple[Any, ...]], Any]) -> list[_OneValue]:
-    """The values for each micro-batch of the caller's.
-
-    Args:
-        named: arguments by what messages call them.
-        count: of the micro-batches.
-        call: makes the value for a micro-batch of the values of the arguments.
-    """
-    for name, value in named.items():
-        if not isinstance(value, MicroBatches) and _OneValue.of(value).split:
-            raise ValueError(
-                f"{name} has tensors outside of MicroBatches, although other arguments are "
-                f"MicroBatches: give MicroBatches([...]) of its {count} parts, or wrap a tensor that every micro-batch "
-                "should get whole in NoChunk"
-            )
-    columns = [value if isinstance(value, MicroBatches) else [value] * count for value in named.values()]
-    return [_OneValue.of(call(values)) for values in zip(*columns, strict=True)]
 
 
 def _cut_target(target: Any, rows: Sequence[int], device: torch.device, layout: Layout) -> list[Message]:
