@@ -183,7 +183,9 @@ class Crew:
         if len(answers) < len(ranks) or any(error for _, error in answers.values()):
             ended = self._job.ended(patience=1.0)
             # Who does not answer has only waited for who failed.
-            told = [f"rank {rank}:\n{error}" for rank, (_, error) in answers.items() if error]
+            # What was logged may say why: between calls, a failure of another rank breaks the groups of this one.
+            told = [f"rank {rank}:\n{error}{ended[rank].errors[-1500:]}"
+                    for rank, (_, error) in answers.items() if error]  # fmt: skip
             told += [f"rank {rank} ({ended[rank].code}) did not answer:\n{ended[rank].errors[-5000:]}"
                      for rank in ranks if rank not in answers]  # fmt: skip
             pytest.fail("\n".join(told), pytrace=False)
