@@ -1,9 +1,11 @@
 """A step: one mini-batch, which the workers run in the order of its schedule, in one run or in two.
 
-loss inside     run       F and B together: losses, and the gradients of all parameters
-loss outside    run       F alone: outputs, from which the caller computes the loss
-backward  B, from the gradients of the outputs, when autograd comes back to the pipe
-no gradients    run       F alone
+    loss inside     run       F and B together: losses, and the gradients of all parameters
+    loss outside    run       F alone: outputs, from which the caller computes the loss
+                    backward  B, from the gradients of the outputs, when autograd comes back to the pipe
+    no gradients    run       F alone
+
+Each of these runs is a `PipeRun`.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
                 samples[left.get((stage, micro_batch), "activation"), stage].append(interval.held)
             elif row.holds:
                 samples[row.holds, stage].append(interval.held)
-        for boundary, delay in _delays(line, stages):
+        for boundary, delay in _delays(line):
             samples["transfer", boundary].append(delay)
 
     def typical(name: str, otherwise: Sequence[float] = (0.0,) * stages, count: int = stages) -> tuple[float, ...]:
@@ -269,7 +269,7 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
     return Costs(**found)
 
 
-def _delays(line: Timeline, stages: int) -> Iterator[tuple[int, float]]:
+def _delays(line: Timeline) -> Iterator[tuple[int, float]]:
     """Boundaries with the time of a transfer, for each transfer that an idle worker waited for."""
     table = line.table
     made = {(table[kind].gives, *place): each for each in line.intervals for kind, *place, _ in [each.action]}

@@ -76,7 +76,7 @@ class Following:
             new = {key: value for key, (value, count) in now.items() if not _is_as_seen(value, count, seen.get(key))}
             if not new and now.keys() == seen.keys():
                 continue
-            self._refuse_new(module, new, seen)
+            self._refuse_new(module, new)
             for each in copies:
                 _assign(each, new, seen.keys() - now.keys())
             self._seen[name] = now
@@ -95,7 +95,7 @@ class Following:
                     share(module, self._units[name])
         return list(found.items())
 
-    def _refuse_new(self, module: nn.Module, new: Mapping[_Key, Any], seen: Mapping[_Key, Any]) -> None:
+    def _refuse_new(self, module: nn.Module, new: Mapping[_Key, Any]) -> None:
         """Raises a RuntimeError for an assignment to a container that its copies cannot follow."""
         for (kind, name), value in new.items():
             which = f"{type(module).__name__}.{name}"
