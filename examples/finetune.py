@@ -28,7 +28,7 @@ parser.add_argument("--stages", type=int, default=2, help="workers on CPU, witho
 parser.add_argument("--chunks", type=int, default=8, help="micro-batches of a mini-batch (%(default)s)")
 parser.add_argument("--rows", type=int, default=32, help="of a mini-batch (%(default)s)")
 parser.add_argument("--steps", type=int, default=100, help="(%(default)s)")
-parser.add_argument("--lora", action="store_true", help="train adapters of rank 8 only; needs peft")
+parser.add_argument("--lora", action="store_true", help="train adapters of rank 8 only")
 parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
 
 
