@@ -17,13 +17,14 @@ SPANNING = {
     "accelerator", "benchmarks", "compat/differential", "ddp", "distributed/together", "docs", "examples", "exactness",
     "faults", "gpu", "pitfalls",
 }  # fmt: skip
-# Tests of several source files of their folder, or of all its subfolders.
+# Tests of several source files of their folder, or of all its subfolders, or of a stand-in that other tests run with.
 OF_SEVERAL = {
     ".": {"gpu", "gradcheck", "imports", "mirror", "public_errors", "tiers"},
     "autograd/weight_split": {"randomly"},
     "compat": {"differences"},
     "integrations": {"accelerate", "lightning"},
     "planning": {"random_requests"},
+    "runtime/graphs": {"recorded"},
     "saving": {
         "compiled",
         "crashes",
