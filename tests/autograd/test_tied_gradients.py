@@ -123,24 +123,29 @@ def in_three_stages() -> dict[int, Aliases]:
     return {number: Aliases([holder]) for number, holder in enumerate(holders)}
 
 
-def test_a_gradient_goes_over_the_link() -> None:
-    travelled: list[tuple[int, int, str]] = []
+def test_a_gradient_travels_as_a_message() -> None:
+    sent: dict[tuple[str, int], Any] = {}
 
-    class Doubles:
-        def __init__(self, source: int, target: int) -> None:
-            self.ends = source, target
+    def sender(name: str, stage: int) -> Any:
+        return lambda micro_batch, message: sent.__setitem__((name, stage), message)
 
-        def depart(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], str]:
-            return tuple(2 * tensor for tensor in tensors), "event"
-
-        def arrive(self, tensors: tuple[Tensor, ...], event: str) -> None:
-            travelled.append((*self.ends, event))
+    def receiver(name: str, stage: int) -> Any:
+        return lambda micro_batch: sent.pop((name, stage), ((torch.ones(1),), None))
 
     stages = in_three_stages()
-    tied = tied_gradients(stages, Doubles)
-    stages[2].leaves[0].grad = torch.ones(2)
-    tied[2].hand_on(0)
-    assert not travelled
-    ((_, gradient),) = tied[1].begun(0)
+    linked: list[tuple[int, int]] = []
+    tied = tied_gradients(stages, lambda *ends: linked.append(ends))
+    assert linked == [(1, 0), (2, 1)]
+    for each in tied.values():
+        each.open(sender, receiver)
+    stages[2].leaves[0].grad = torch.full((2,), 2.0)
+    assert tied[2].hand_on(0) == [stages[2].leaves[0]]
+    tied[2].send_gradients(None, 0, ((), None))
+    assert [stage for _, stage in sent] == [1]
+    assert tied[1].receive_gradients(receiver("B", 1), 0) == ((torch.ones(1),), None)
+    ((alias, gradient),) = tied[1].begun(0)
+    assert alias is stages[1].leaves[0]
     assert gradient.tolist() == [2.0, 2.0]
-    assert travelled == [(2, 1, "event")]
+    # Nothing was differentiated here: the stage before is told.
+    tied[1].send_gradients(None, 0, ((), None))
+    assert sent == {("B tied 0", 0): ((None,), None)}
