@@ -23,7 +23,6 @@ from pipework.model.parts.following import Following, own_parameters, take_over
 from pipework.model.parts.part import Part
 from pipework.model.parts.run import Message
 from pipework.model.parts.sample import Arguments, LossPlace, arguments_of, as_given, single_rows
-from pipework.model.parts.side_effects import unchanged_by_errors
 from pipework.model.row_dimensions import Layout
 from pipework.pipe import Pipe, backend_for
 from pipework.planning.balance import balance_by_time
@@ -108,6 +107,7 @@ def attach(
     plan: Plan | None = None,
     split: OwnSplit | None = None,
     debug: str | Iterable[str] = (),
+    graphs: bool | str | Iterable[str] = False,
 ) -> pipework.Pipe:
     """Makes a pipe of a model, and lets the model's forward run in it.
 
@@ -149,6 +149,7 @@ def attach(
         split: see `Pipe`. All arguments but the target are given to the function by their names, and what it returns
             is passed to the model in the same way.
         debug: see `Pipe`.
+        graphs: see `Pipe`.
 
     Returns:
         The pipe. `pipe.eval()` is not needed: it follows `model.train()` and `model.eval()`.
@@ -189,42 +190,41 @@ def attach(
     if split is None:
         layout = Layout.of_sample(layout.names, target, *as_given(sample))
     layout.is_given = True
-    with unchanged_by_errors(model) as before:
-        # 2. A dry run shows how the model may be cut, where its loss is, and how that counts labels.
-        if deferred_batch_norm:
-            convert_deferred_batch_norm(model, chunks)
-        adapter = adapter_for(model)
-        cuttable = Cuttable(model, sample, blocks=blocks, adapter=adapter, has_rows=split is None)
-        place = LossPlace.in_result(cuttable.result)
-        if place is None:
-            raise ValueError(
-                f"the forward of {type(model).__name__} returned no loss for the sample: wanted a 0-dimensional "
-                "tensor, alone, as 'loss' of what it returns, or as the first element of a tuple"
-            )
-        if loss_weight is None and loss_reduction == "mean":
-            loss_weight = adapter.loss_weight(
-                forward.argument_of(cuttable.sample, target),
-                cuttable.result,
-                lambda labels: cuttable.result_of(*forward.with_argument(cuttable.sample, target, labels)),
-            )
-        own_split = None if split is None else functools.partial(forward.split, split)
-        settings = replace(settings, loss_fn=place, loss_weight=loss_weight, split=own_split)
-        # 3. The model is cut into a part for each stage, and parts and loss are compared with the model's own.
-        if plan is not None:
-            settings = planned(settings, cuttable.sequential(), usual="1f1b")
-        layers = cuttable.sequential(_balance(cuttable, settings) if settings.balance is None else settings.balance)
-        if check and mesh is None:
-            check_parts(cuttable, layers, before)
-            _check_loss(cuttable, sample, settings, forward, place)
-        # 4. A pipe of the parts is made, and the model's forward runs in it.
-        pipe = Pipe(layers, **vars(settings) | {"balance": [1] * len(layers), "plan": None})
-        pipe._executor.settings = replace(pipe._executor.settings, plan=plan)  # the plan is of units
-        pipe._executor.layout = layout
-        _leave_to_others(model, pipe, layers, cuttable)
-        pipe._attached = AttachedModel(model, pipe, cuttable, forward)
-        model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
-        if loss_reduction == "mean":
-            adapter.weighs(target, loss_weight)
+    # 2. A dry run shows how the model may be cut, where its loss is, and how that counts labels.
+    if deferred_batch_norm:
+        convert_deferred_batch_norm(model, chunks)
+    adapter = adapter_for(model)
+    cuttable = Cuttable(model, sample, blocks=blocks, adapter=adapter, has_rows=split is None)
+    place = LossPlace.in_result(cuttable.result)
+    if place is None:
+        raise ValueError(
+            f"the forward of {type(model).__name__} returned no loss for the sample: wanted a 0-dimensional tensor, "
+            "alone, as 'loss' of what it returns, or as the first element of a tuple"
+        )
+    if loss_weight is None and loss_reduction == "mean":
+        loss_weight = adapter.loss_weight(
+            forward.argument_of(cuttable.sample, target),
+            cuttable.result,
+            lambda labels: cuttable.result_of(*forward.with_argument(cuttable.sample, target, labels)),
+        )
+    own_split = None if split is None else functools.partial(forward.split, split)
+    settings = replace(settings, loss_fn=place, loss_weight=loss_weight, split=own_split)
+    # 3. The model is cut into a part for each stage, and parts and loss are compared with the model's own.
+    if plan is not None:
+        settings = planned(settings, cuttable.sequential(), usual="1f1b")
+    layers = cuttable.sequential(_balance(cuttable, settings) if settings.balance is None else settings.balance)
+    if check and mesh is None:
+        check_parts(cuttable, layers)
+        _check_loss(cuttable, sample, settings, forward, place)
+    # 4. A pipe of the parts is made, and the model's forward runs in it.
+    pipe = Pipe(layers, **vars(settings) | {"balance": [1] * len(layers), "plan": None})
+    pipe._executor.settings = replace(pipe._executor.settings, plan=plan)  # the plan is of units
+    pipe._executor.layout = layout
+    _leave_to_others(model, pipe, layers, cuttable)
+    pipe._attached = AttachedModel(model, pipe, cuttable, forward)
+    model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
+    if loss_reduction == "mean":
+        adapter.weighs(target, loss_weight)
     return pipe
 
 

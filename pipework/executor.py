@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pipework import torch_private
 from pipework.autograd.batch_versions import BatchVersions
 from pipework.autograd.nodes import LossInside, LossOutside, attach
 from pipework.backend import StepCall
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from pipework.doubts import Doubts
     from pipework.model.sequential import TupleRule
     from pipework.planning.measuring.predict import Prediction
+    from pipework.runtime.graphs.captured import Captured
+    from pipework.runtime.graphs.captures import GraphCount
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.transport import Message
     from pipework.schedule import Schedule
@@ -143,6 +146,8 @@ class Executor:
 
         # 2. All processes know the call.
         call = call._replace(gradients=batch.required_gradients if call.grad else 0)
+        if engine.captures is not None and self._backend.is_first:
+            call = call._replace(form=engine.captures.number_of(batch.micro_batches))
         read = batch if self._backend.is_first else None
         call = self._backend.begin(call, read, (inputs, keyword_inputs), target)
         if read is None:
@@ -161,9 +166,14 @@ class Executor:
         key = Key(call.key)
         if call.training:
             key.value()
-        step = self._step(engine, program, context, key, batch, call)
+        captured = self._captured(engine, program, context, batch, call)
+        step = self._step(engine, program, context, key, batch, call, captured)
         with self._watched(batch, engine.lock):
             results, of_inputs = step.run(batch.micro_batches, batch.targets or [])
+            if captured is not None:
+                captured.collect(self.deferred)
+        if captured is not None and engine.captures is not None:
+            batch.warnings += engine.captures.settle(captured)
         # An error of one process in 5 must not leave its random numbers behind those of the others.
         self._backend.share_key(call, key)
 
@@ -172,8 +182,36 @@ class Executor:
             return self._loss_inside(batch, call, step, results, of_inputs), batch.warnings
         return self._loss_outside(batch, call, step, results), batch.warnings
 
+    def _captured(
+        self, engine: Engine, program: Program, context: CallerContext, batch: MiniBatch, call: StepCall
+    ) -> Captured | None:
+        """The step as graphs; None: it runs without."""
+        captures, loss = engine.captures, batch.loss
+        if captures is None or not (call.training and call.grad):
+            return None
+        why = ""
+        if loss is None:
+            why = "the loss is outside of the pipe: give a target"
+        elif torch_private.modes() or context.saved_tensor_hooks is not None:
+            why = "a mode or hooks on saved tensors are around the call"
+        elif loss.seen is not None or self.doubts.looks_at_layers(batch):
+            why = "the layers are looked at"
+        numbers = None if loss is None else loss.form
+        form = program, call._replace(key=None), context._replace(saved_tensor_hooks=None), numbers
+        captured = captures.step(form, batch.targets or [], why)
+        if captured is not None and loss is not None:
+            batch.loss = captured.static_loss(loss, self._devices[-1])
+        return captured
+
     def _step(
-        self, engine: Engine, program: Program, context: CallerContext, key: Key, batch: MiniBatch, call: StepCall
+        self,
+        engine: Engine,
+        program: Program,
+        context: CallerContext,
+        key: Key,
+        batch: MiniBatch,
+        call: StepCall,
+        captured: Captured | None,
     ) -> Step:
         recorder, number = (None, 0) if (recording := self.recording) is None else (recording[0], next(recording[1]))
         spec = StepSpec(
@@ -189,6 +227,8 @@ class Executor:
             recorder=recorder,
             number=number,
             scaler=self.settings.grad_scaler,
+            captured=captured,
+            one_thread=engine.captures is not None and engine.captures.is_on,
         )
         return Step(engine, program, spec)
 
@@ -330,6 +370,12 @@ class Executor:
             return program.schedule
         return self._program(count, mode, inside=True).schedule
 
+    @property
+    def graphs(self) -> GraphCount | None:
+        """See `Pipe.graphs`."""
+        captures = self.engine_in_use().captures
+        return None if captures is None else captures.count
+
     def layer_replaced(self) -> None:
         """The stages still run the layer that was there before: the next mini-batch makes and checks them again."""
         self._engine = None
@@ -357,6 +403,7 @@ class Executor:
                     tuples=self.tuples,
                     loss=self.settings.loss_fn if isinstance(self.settings.loss_fn, nn.Module) else None,
                     one_thread=ONE_THREAD in self.settings.debug,
+                    graphs=self.settings.graph_names,
                 )
             return self._engine
 

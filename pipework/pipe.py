@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pipework.model.marks import OwnSplit
     from pipework.planning.measuring.predict import Prediction
     from pipework.planning.plan import Plan
+    from pipework.runtime.graphs.captures import GraphCount
     from pipework.schedule import Schedule, ScheduleSpec
     from pipework.verify import Verification
 
@@ -101,6 +102,10 @@ class Pipe(Layers):
             this process, in the order of the schedule, where otherwise each worker has a thread. On accelerators the
             host then waits less for Python's lock, but a layer that waits for its device (`.item()`, `.nonzero()`)
             holds up all workers.
+        graphs: True: training steps with a target are captured as CUDA graphs, one for each action, and replayed by one
+            thread, so that the host is no limit. What graphs cannot repeat is an error. 'auto': where there are no
+            graphs, or a layer cannot be captured, the pipe goes on without. 'hooks': hooks of layers may be left out of
+            replays; with 'auto' as ('auto', 'hooks'). See docs/gpus.md.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
@@ -142,6 +147,7 @@ class Pipe(Layers):
         plan: Plan | None = None,
         split: OwnSplit | None = None,
         debug: str | Iterable[str] = (),
+        graphs: bool | str | Iterable[str] = False,
     ) -> None:
         # 1. What was asked for is checked; what a plan decides is added.
         settings = Settings.of(locals())
@@ -184,6 +190,17 @@ class Pipe(Layers):
     def plan(self) -> Plan | None:
         """The plan that the pipe follows; None: it has none."""
         return self._executor.settings.plan
+
+    @property
+    def graphs(self) -> GraphCount | None:
+        """How many training steps were captured and replayed, and why the others ran without; None: `graphs=` is off.
+
+        Example:
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"], graphs="auto")
+            >>> pipe.graphs.replayed
+            0
+        """
+        return self._executor.graphs
 
     @property
     def chunks(self) -> int:

@@ -51,6 +51,7 @@ class Settings(LossSettings):
     plan: Plan | None = None
     split: OwnSplit | None = None
     debug: str | Iterable[str] = ()
+    graphs: bool | str | Iterable[str] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,6 +71,12 @@ class Settings(LossSettings):
         for name in names - {CHECK_FINITE, ONE_THREAD}:
             raise ValueError(f"debug is one or several of 'check_finite' and 'one_thread': got {name!r}")
         object.__setattr__(self, "debug", names)
+        for name in self.graph_names - {"on", "auto", "hooks"}:
+            raise ValueError(f"graphs is True, False, or one or several of 'auto' and 'hooks': got {name!r}")
+        if self.graph_names and CHECK_FINITE in names:
+            raise ValueError(
+                "debug='check_finite' reads every value, which graphs= does not allow: leave one of them out"
+            )
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
@@ -82,9 +89,16 @@ class Settings(LossSettings):
         return [each.name for each in fields(cls)]
 
     @property
+    def graph_names(self) -> frozenset[str]:
+        """What `graphs` says as a set of names; with any of them "on" is there, too."""
+        if isinstance(self.graphs, bool):
+            return frozenset({"on"} if self.graphs else ())
+        return frozenset({"on", self.graphs} if isinstance(self.graphs, str) else {"on", *self.graphs})
+
+    @property
     def told(self) -> dict[str, Any]:
         """What all ranks must have asked for alike, as JSON values, beside schedule and balance."""
         plain = {name: getattr(self, name) for name in ("chunks", "checkpoint", "loss_reduction")}
         functions = {name: function_identity(getattr(self, name)) for name in ("loss_fn", "loss_weight", "split")}
         flags = {"deferred_batch_norm": bool(self.deferred_batch_norm), "grad_scaler": self.grad_scaler is not None}
-        return {**plain, **functions, **flags, "debug": sorted(self.debug)}
+        return {**plain, **functions, **flags, "debug": sorted(self.debug), "graphs": sorted(self.graph_names)}

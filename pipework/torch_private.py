@@ -258,6 +258,22 @@ def is_held_elsewhere(tensor: Tensor) -> bool:
     return storage is not None and torch._C._storage_Use_Count(storage._cdata) > _OWN_USES
 
 
+def unowned(tensor: Tensor) -> Tensor:
+    """A tensor with the memory of another one, which is freed with the other one all the same.
+
+    Example:
+        >>> x = torch.arange(3)
+        >>> y = unowned(x[1:])
+        >>> y.tolist(), is_held_elsewhere(x)
+        ([1, 2], False)
+    """
+    require("torch", "_C._construct_storage_from_data_pointer")
+    own = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(own.data_ptr(), tensor.device, own.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 viewed: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 """The tensor of which another one is a view; None: it is none."""
 
@@ -395,6 +411,44 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 
 StatisticsNorm = nn.modules.batchnorm._NormBase
 """The class of all norms that may track statistics."""
+
+
+# Graphs of CUDA
+
+
+_VERSION: Final = tuple([int(part) for part in torch.__version__.split(".")[:2]])
+
+
+def register_states(graph: torch.cuda.CUDAGraph, states: Iterable[torch.Generator]) -> None:
+    """Before a capture: the graph may draw from these states. From PyTorch 2.14 on a graph finds them by itself."""
+    if _VERSION < (2, 14):
+        for state in states:
+            graph.register_generator_state(state)
+
+
+def clear_workspaces() -> None:
+    """The next product on each stream allocates memory for cuBLAS anew."""
+    require("torch", "_C._cuda_clearCublasWorkspaces")
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def abort_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
+    """Ends a capture in which something has failed, so that the allocator and generators work as usual afterwards.
+
+    Neither the graph nor the pool can be used again. Up to PyTorch 2.12 `capture_end` leaves both in the capture if
+    that is invalid; a further capture, which is empty, takes the generator out of it.
+    """
+    try:
+        graph.capture_end()
+        return
+    except RuntimeError:  # what has failed is why
+        require("torch", "_C._cuda_endAllocateToPool _C._cuda_releasePool")
+    for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with contextlib.suppress(RuntimeError):  # newer versions have done so
+            end(device.index, pool)
+    another = torch.cuda.CUDAGraph()
+    another.capture_begin(capture_error_mode="thread_local")
+    another.capture_end()
 
 
 # Modes: objects of the user that see every operator of a thread

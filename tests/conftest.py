@@ -17,6 +17,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from pipework import Pipe
+from pipework.runtime.graphs import captures
 from pipework.schedule import SCHEDULES, build
 from pipework.schedule.placement import wave_placement
 from pipework.testing import Reference, draw_key, reference_backward, reference_step
@@ -27,6 +28,7 @@ from tests.nursery import Nursery
 from tests.programs import run_python as run_python
 from tests.programs import start_python as start_python
 from tests.ranks import RankPipe, held, own_mesh, recut, workers_of
+from tests.runtime.graphs.recorded import RecordedGraphs
 from tests.tiers import mark_thorough
 
 # How long an example takes says more about what else the machine does than about the code.
@@ -46,6 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # its keywords have the names of folders, too
             item.add_marker(skip)
+
+
+@pytest.fixture
+def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are captured on the CPU, as operators that a stand-in of a device's graphs records."""
+    monkeypatch.setattr(captures, "can_capture", lambda device: True)
+    monkeypatch.setattr(captures, "graphs_on", lambda device: RecordedGraphs())
 
 
 @pytest.fixture(scope="session", autouse=True)

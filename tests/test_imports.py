@@ -35,13 +35,15 @@ MAY_IMPORT = {
     "autograd": {"autograd.weight_split", "values"},
     "autograd.weight_split": set(),
     "runtime": {
-        "autograd", "runtime.random", "runtime.skips", "runtime.stage", "schedule", "schedule.draw", "schedule.passes",
-        "values",
+        "autograd", "runtime.graphs", "runtime.random", "runtime.skips", "runtime.stage", "schedule", "schedule.draw",
+        "schedule.passes", "values",
     },
+    "runtime.graphs": {"autograd", "fsdp_private", "runtime", "runtime.random", "runtime.stage", "values"},
     "runtime.random": set(),
     "runtime.skips": {"autograd"},
     "runtime.stage": {
-        "autograd", "autograd.weight_split", "runtime", "runtime.random", "runtime.skips", "schedule", "values",
+        "autograd", "autograd.weight_split", "runtime", "runtime.graphs", "runtime.random", "runtime.skips", "schedule",
+        "values",
     },
     "model": {"autograd", "runtime", "runtime.random", "runtime.stage", "values"},
     "model.parts": {"model", "runtime.random", "values"},

@@ -24,7 +24,6 @@ from transformers.utils import output_capturing
 
 from pipework import torch_private
 from pipework.model.parts.adapter import Adapter, SideOutputs
-from pipework.model.parts.side_effects import put_back
 from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 _SIDE_OUTPUTS = ("output_hidden_states", "output_attentions")
 _KEPT = ("loss", "logits")  # of what a model returns
-_HAS_HOOKS = "_output_capturing_hooks_installed"
 _ITEMS = "num_items_in_batch"
 _CACHES = ("past_key_values", "cache")  # until transformers 5.23, and since
 _ROUTERS = "output_router_logits"
@@ -86,10 +84,8 @@ class TransformersAdapter(Adapter):
             ValueError: the model recomputes its layers itself.
         """
         self._refuse_recomputation()
-        inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-        for module in inner:
-            # In models inside that have hooks, as backbones have them, transformers would install all hooks again.
-            with put_back([each for each in inner if vars(each).get(_HAS_HOOKS)], values=False):
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
                 output_capturing.maybe_install_capturing_hooks(module)
 
     def _refuse_recomputation(self) -> None:
@@ -106,14 +102,12 @@ class TransformersAdapter(Adapter):
             ValueError: more is asked for than the loss and the logits, or the model recomputes its layers itself.
         """
         self._refuse_recomputation()
-        for name in _SIDE_OUTPUTS:
-            given = keywords.get(name)
-            if given or (given is None and getattr(self._model.config, name, False)):
-                raise ValueError(
-                    f"a pipe returns the loss and the logits of {type(self._model).__name__}, and {name}=True was "
-                    f"asked for{'' if given else f', by config.{name}'}: call type(model).forward(model, ..., "
-                    f"{name}=True), which runs without the pipe{'' if given else ', and leave it at False there'}"
-                )
+        asked = [name for name in _SIDE_OUTPUTS if keywords.get(name)]
+        if asked:
+            raise ValueError(
+                f"a pipe returns the loss and the logits of {type(self._model).__name__}, and {asked[0]}=True was "
+                f"asked for: call type(model).forward(model, ..., {asked[0]}=True), which runs without the pipe"
+            )
         return arguments, {**({"use_cache": False} if self._caches else {}), **keywords}
 
     def weighs(self, target: str, weight: Callable[[Any], Any] | None) -> None:

@@ -330,6 +330,15 @@ class DeferredBatchNorms:
         self.layers = [module for module in container.modules() if isinstance(module, DeferredBatchNorm)]
         self._turn = threading.Lock()
 
+    def collected(self) -> list[list[Moments]]:
+        """What each of them has collected of the present mini-batch."""
+        return [list(layer._collected.moments) for layer in self.layers]
+
+    def collect(self, moments: Sequence[Sequence[Moments]]) -> None:
+        """They have collected this in the present mini-batch."""
+        for layer, own in zip(self.layers, moments, strict=True):
+            layer._collected.moments[:] = own
+
     @contextlib.contextmanager
     def mini_batch(self, lock: threading.Lock) -> Iterator[None]:
         """They collect what passes inside, and commit it unless that fails.

@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from pipework.runtime.device import WorkerDevice, link
+from pipework.runtime.graphs.captures import Captures
 from pipework.runtime.stage.execution_views import shared_modules
 from pipework.runtime.stage.stage import Stage
 from pipework.runtime.worker_threads import WorkerThreads
@@ -35,8 +36,10 @@ class Engine:
         tuples: how a tuple reaches a layer.
         loss: computed by the last stage, if it is a module; its buffers are treated like those of the layers.
         one_thread: whether one thread is to execute the actions of all workers of this process.
+        graphs: how steps are captured, see `Settings.graphs`; empty: they are not.
 
     Attributes:
+        captures: the captured steps; None: there are none.
         stages: those whose workers are in this process, by number and in order.
         placement: the worker of each stage, wherever it is.
         devices: of the workers in this process, by number and in order.
@@ -57,6 +60,7 @@ class Engine:
         tuples: TupleRule,
         loss: nn.Module | None = None,
         one_thread: bool = False,
+        graphs: frozenset[str] = frozenset(),
     ) -> None:
         self.placement = placement = assignment.placement
         self.skips = skips
@@ -70,6 +74,10 @@ class Engine:
             index: [(name, layer) for name, layer in partition._modules.items() if layer is not None]
             for index, partition in partitions.items()
         }
+        named = [pair for each in layers.values() for pair in each]
+        if loss is not None:
+            named.append(("loss_fn", loss))
+        self.captures = Captures(graphs, self.devices, named) if graphs else None
         shared = shared_modules([[layer for _, layer in each] for each in layers.values()])
         places, balance = assignment.partitioning.devices, assignment.partitioning.balance
         self.stages = {

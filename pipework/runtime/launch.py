@@ -75,7 +75,9 @@ class ThreadRun:
         self._failure = transport.failure
         self._order = order
         draws = any(run.draws for number in numbers for run in spec.of_worker(number).values())
-        self._stream = RandomStream(spec.step.key) if draws else None
+        capture = None if spec.step.captured is None else spec.step.captured.capture
+        stream = RandomStream(spec.step.key) if capture is None else capture.stream
+        self._stream = stream if draws else None
         self.workers = [WorkerRun(spec, number, transport.endpoints[number], self._stream) for number in numbers]
         self._handlers: dict[tuple[str, int], Handler] = {}
         for worker in self.workers:

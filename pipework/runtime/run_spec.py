@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pipework.autograd.batch_versions import BatchVersions
     from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.engine import Engine
+    from pipework.runtime.graphs.captured import Captured
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
     from pipework.runtime.stage.loss import InnerLoss
@@ -37,6 +38,9 @@ class StepSpec(NamedTuple):
         recorder: receives the actions; None: nothing is recorded.
         number: of this mini-batch, for the recorder.
         scaler: looks for infinities among gradients; None: there is no scaler.
+        captured: its actions are captured as graphs, or were and are replayed; None: they run as they are.
+        one_thread: whether one thread executes all actions in any case, as before graphs are captured: code is compiled
+            by one thread then.
     """
 
     context: CallerContext
@@ -51,6 +55,8 @@ class StepSpec(NamedTuple):
     recorder: Recording | None = None
     number: int = 0
     scaler: torch.amp.GradScaler | None = None
+    captured: Captured | None = None
+    one_thread: bool = False
 
 
 class RunSpec(NamedTuple):
@@ -97,9 +103,10 @@ class RunSpec(NamedTuple):
     def one_thread(self) -> bool:
         """Whether one thread executes the actions of all workers of this process: the one place that decides.
 
-        There is a single worker, or the pipe was made so (`debug="one_thread"`), or the caller has a mode.
+        There is a single worker, or the pipe was made so (`debug="one_thread"`, `graphs=`), or the caller has a mode.
         """
-        return len(self.engine.devices) == 1 or self.engine.one_thread or bool(self.modes)
+        single = len(self.engine.devices) == 1
+        return single or self.engine.one_thread or self.step.one_thread or bool(self.modes)
 
     @property
     def in_context(self) -> bool:

@@ -52,16 +52,24 @@ class Step:
         late = spec.loss is None and bool(engine.accelerators)
         self._variables = contextvars.copy_context() if late else None
         self._failed = False
+        self._gradients: dict[int, list[Tensor | None]] | None = None
         engine.workers.refuse_caller()
+        if spec.captured is not None and spec.captured.replayed:
+            self._runs = spec.captured.replayed
+            spec.captured.restore_gradients()
+            return
         with engine.lock:  # while workers run for another thread, the slots hold what is theirs
             self._runs = {index: StageRun(stage, program, spec) for index, stage in engine.stages.items()}
             for run in self._runs.values():
                 engine.refuse_collectives(run.aliases.dtensor, run.sharded)
             ties = tied_gradients({number: run.aliases for number, run in self._runs.items()}, engine.link)
-            if spec.recorder is not None and spec.recorder.memory:
+            capture = None if spec.captured is None else spec.captured.begin(spec.key)
+            if capture is not None or (spec.recorder is not None and spec.recorder.memory):
                 self._count_memory()
         for number, tied in ties.items():
             self._runs[number].tied = tied
+        for run in self._runs.values():
+            run.capture = capture
         if any(run.draws for run in self._runs.values()):
             kernels.install(each.device for each in engine.accelerators)
             install_for_dtensors()
@@ -103,7 +111,12 @@ class Step:
         if self._spec.loss is None:
             return self._run(sent, forward=True, differentiates=False)
         sent["target", len(self._engine.placement) - 1] = targets
-        return self._run(sent, forward=True, differentiates=self._spec.context.grad)
+        results = self._run(sent, forward=True, differentiates=self._spec.context.grad)
+        if (captured := self._spec.captured) is not None:
+            captured.end(self._runs)
+            # The next step overwrites what its graphs have left.
+            self._gradients = {stage: _copies(run.aliases.gradients()) for stage, run in self._runs.items()}
+        return results
 
     def backward(self, gradients: Sequence[tuple[Tensor | None, ...]], *, retain_graph: bool) -> list[Message]:
         """Runs everything after the forwards.
@@ -136,8 +149,11 @@ class Step:
             stage: which.
             keep: leave them here, too.
         """
-        aliases = self._runs[stage].aliases
-        gradients = aliases.gradients() if keep else aliases.take_gradients()
+        if self._gradients is None:
+            aliases = self._runs[stage].aliases
+            gradients = aliases.gradients() if keep else aliases.take_gradients()
+        else:
+            gradients = self._gradients[stage] if keep else self._gradients.pop(stage)
         self._engine.stages[stage].device.hand_over(gradients)
         return gradients
 
@@ -168,3 +184,7 @@ class Step:
                 each.clear()
             run.failure.raise_first()
         return run.collect()
+
+
+def _copies(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if each is None else each.clone() for each in gradients]

@@ -114,9 +114,8 @@ class RecordedActions:
 
         def recorded(action: Action) -> None:
             handle(action)
-            end, meter = self._clock.now(), self.runs[action.stage].meter
-            sizes = (0, 0, 0) if meter is None else meter.read(action.stage, action.micro_batch)
-            self.marks.append((action, self._start, end, sizes))
+            end = self._clock.now()
+            self.marks.append((action, self._start, end, self.runs[action.stage].sizes(action)))
 
         return recorded
 

@@ -149,13 +149,23 @@ def memory_of(tensor: Tensor) -> Tensor:
         >>> memory_of(torch.tensor([[1, 2], [3, 4]]).t()).tolist(), memory_of(torch.ones(1).expand(2, 3)).tolist()
         ([1, 2, 3, 4], [1.0])
     """
+    # After `conj()`, the memory has other numbers than the tensor.
+    return elements_of(tensor).resolve_conj().resolve_neg().contiguous()
+
+
+def elements_of(tensor: Tensor) -> Tensor:
+    """A view of a tensor that has each of its elements once, to be read or written.
+
+    Example:
+        >>> repeated = torch.zeros(1).expand(2, 3)
+        >>> _ = elements_of(repeated).fill_(5.0)
+        >>> repeated.tolist()
+        [[5.0, 5.0, 5.0], [5.0, 5.0, 5.0]]
+    """
     tensor = tensor.detach()
     if type(tensor) is not torch.Tensor:
         tensor = local_part(tensor)
-    if not tensor.is_contiguous():
-        tensor = tensor.as_strided(*_sent(tensor.shape, tensor.stride()))
-    # After `conj()`, the memory has other numbers than the tensor.
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor if tensor.is_contiguous() else tensor.as_strided(*_sent(tensor.shape, tensor.stride()))
 
 
 def bytes_of(tensor: Tensor) -> int:

@@ -111,7 +111,7 @@ def test_a_pipe_runs_its_handler(monkeypatch):
     def count(stage, action):
         calls[str(action)] += 1
 
-    monkeypatch.setattr(stage_run, "HANDLERS", {**stage_run.HANDLERS, "O": count, "L": count})
+    monkeypatch.setattr(stage_run, "HANDLERS", {**stage_run.HANDLERS, "O": (count,), "L": (count,)})
     torch.manual_seed(0)
     plain, layers = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) for _ in range(2))
     layers.load_state_dict(plain.state_dict())

@@ -2,7 +2,7 @@
 
     F  1 receive -> leaves -> 2 layers -> outputs -> 4 cut from the graph -> 5 send     3 keep leaves and graph roots
     R  1 leaves -> 2 layers again                                                       3 now keep graph roots, too
-    B  I, then W; without a store, I is the whole backward
+    B  I, then W if gradients are deferred
     I  1 receive gradients -> 2 take the graph -> 3 autograd -> leaves -> 4 send        keep what W needs
     W  1 the gradients of parameters that I has deferred                                keep nothing
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from pipework.runtime.stage.recomputation import checkpointing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from pipework.autograd.aliases import SharedMemory
     from pipework.runtime.stage.stage_backward import Backward
@@ -75,15 +75,10 @@ class StageActions:
         """R: computes a checkpointed micro-batch again and keeps the graph. Needs no gradient: it may run early."""
         self.run.recomputation.second_pass(self, action[2])  # 1, 2, 3
 
-    def backward(self, action: Action) -> None:
-        """B: differentiates one micro-batch, adds to the parameters' gradients, sends the input's gradient."""
-        self.backward_of_input(action)
-        self.backward_of_weights(action)
-
     def backward_of_input(self, action: Action) -> None:
-        """I: differentiates one micro-batch, defers the gradients of parameters to W where possible, sends the input's.
+        """I, and B: differentiates one micro-batch, and sends the gradient of its input.
 
-        Without a store nothing is deferred, and this is the whole of B.
+        With a store the gradients of parameters are deferred to W where possible. Without one this is the whole of B.
         """
         micro_batch = action[2]
         gradients, _ = self.receive_gradients(micro_batch)  # 1
@@ -93,24 +88,24 @@ class StageActions:
             self.send_gradients(micro_batch, (of_leaves, None))  # 4
 
     def backward_of_weights(self, action: Action) -> None:
-        """W: computes the deferred gradients, and adds them to the parameters' gradients."""
+        """W, and the end of B: computes the deferred gradients, and adds them to those of the parameters."""
         store = self.run.store
-        if store is not None:
-            store.add_weight_gradients(action[2], again=self.again)  # 1
-            if self.memory.pending:
-                self.memory.separate()
+        assert store is not None
+        store.add_weight_gradients(action[2], again=self.again)  # 1
+        if self.memory.pending:
+            self.memory.separate()
 
 
-HANDLERS: Final[Mapping[str, Callable[[StageActions, Action], None]]] = MappingProxyType(
+HANDLERS: Final[Mapping[str, Sequence[Callable[[StageActions, Action], None]]]] = MappingProxyType(
     {
-        "F": StageActions.forward,
-        "R": StageActions.recompute,
-        "B": StageActions.backward,
-        "I": StageActions.backward_of_input,
-        "W": StageActions.backward_of_weights,
+        "F": (StageActions.forward,),
+        "R": (StageActions.recompute,),
+        "B": (StageActions.backward_of_input, StageActions.backward_of_weights),
+        "I": (StageActions.backward_of_input,),
+        "W": (StageActions.backward_of_weights,),
     }
 )
-"""By the letter of a kind, the handler of its actions."""
+"""By the letter of a kind, the parts of its actions, one after the other. Only the first part of an action receives."""
 
 
 def chained(*calls: Handler) -> Handler:

@@ -77,6 +77,12 @@ class InnerLoss:
             return "the last layer"
         return f"loss_fn ({getattr(self.function, '__name__', None) or type(self.function).__name__})"
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What graphs cannot change of it: numbers, but for the weights."""
+        scale = None if isinstance(self.seed_scale, Tensor) else self.seed_scale
+        return self.weights is None, scale, self.keeps_output, self.micro_batches
+
     def seed_scale_in(self, dtype: torch.dtype) -> float | Tensor:
         """The seed of a backward, rounded to the dtype of the loss."""
         if isinstance(self.seed_scale, Tensor):

@@ -123,6 +123,16 @@ def marking(mark: Callable[[], None], receive: Receive) -> Receive:
     return received
 
 
+def marking_before(mark: Callable[[], None], receive: Receive) -> Receive:
+    """The same, where nothing is received: what is given is computed, too."""
+
+    def received(micro_batch: int) -> Message:
+        mark()
+        return receive(micro_batch)
+
+    return received
+
+
 def calling(call: Callable[[], None]) -> Handler:
     """A function without an argument as something to be done with an action."""
     return lambda action: call()

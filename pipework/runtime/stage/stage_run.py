@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from pipework.autograd.aliases import Aliases, SharedMemory
 from pipework.autograd.weight_split.store import WeightGradientStore
+from pipework.runtime.graphs.capture import CapturingEndpoint
 from pipework.runtime.random.streams import function_may_draw, may_draw
 from pipework.runtime.skips.connections import SkipPorts
 from pipework.runtime.stage import observers
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pipework.autograd.tied_gradients import TiedGradients
+    from pipework.runtime.graphs.capture import Capture
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import RandomStream
     from pipework.runtime.random.unseen_draws import Hold
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from pipework.runtime.stage.stage_backward import Backward
     from pipework.runtime.stage.stage_forward import EnterStream, Forward, Look
     from pipework.runtime.transport import Endpoint, Handler, Receive, Send
+    from pipework.schedule import Action
 
 
 class StageRun:
@@ -67,6 +70,7 @@ class StageRun:
         sharded: the parameters of the stage that FSDP shards; None: it shards none.
         meter: counts bytes; None: nothing does.
         tied: the gradients of parameters that other stages of this process use, too; None: there are none.
+        capture: captures the actions as graphs; None: nothing does.
     """
 
     def __init__(self, stage: Stage, program: Program, spec: StepSpec) -> None:
@@ -95,6 +99,7 @@ class StageRun:
         self.ports = SkipPorts(stage.index, stage.skips) if stage.skips else None
         self.meter: MemoryMeter | None = None
         self.tied: TiedGradients | None = None
+        self.capture: Capture | None = None
         self.kept = Kept(stage.shares_output, loss is not None)
         own_leaves = spec.own_leaves if is_first else frozenset[int]()
         batch = spec.versions if is_first and spec.loss is None else None
@@ -129,6 +134,8 @@ class StageRun:
         Returns:
             By the kinds of actions, the functions that execute them.
         """
+        if self.capture is not None:
+            endpoint = CapturingEndpoint(endpoint, self.capture, self.stage.index, spec.placement)
         enter_stream = None if stream is None else stream.enter
         retain_graph, in_context = spec.retain_graph, spec.in_context
         memory = SharedMemory(self.aliases.leaves)
@@ -146,11 +153,7 @@ class StageRun:
             again=retain_graph,
         )
         # A schedule may have a table with kinds of its own, or without some of the usual ones.
-        handlers: dict[str, Handler] = {
-            kind: partial(handle, actions) for kind, handle in HANDLERS.items() if kind in self._table
-        }
-        if self.store is None and "B" in handlers:
-            handlers["B"] = partial(HANDLERS["I"], actions)
+        handlers = {kind: self._handler(kind, actions, spec) for kind in HANDLERS if kind in self._table}
         self._watch(handlers, before_computing, retain_graph=retain_graph)
         if self.checkpointed and not in_context:
             handlers["R"] = self._context.entered()(handlers["R"])
@@ -159,6 +162,21 @@ class StageRun:
             for kind in [kind for kind in handlers if self._table[kind].adds]:
                 handlers[kind] = self._context.without_autocast()(handlers[kind])
         return handlers
+
+    def _handler(self, kind: str, actions: StageActions, spec: RunSpec) -> Handler:
+        """The handler of a kind of action: its parts, one after the other."""
+        parts: list[Handler] = [
+            partial(part, actions)
+            for part in HANDLERS[kind]
+            if self.store is not None or part is not StageActions.backward_of_weights
+        ]
+        if self.capture is not None:
+            worker, arrives = spec.placement[self.stage.index], bool(self._table[kind].arrives)
+            parts = [
+                self.capture.around(part, self, worker, receives=arrives and not number)
+                for number, part in enumerate(parts)
+            ]
+        return parts[0] if len(parts) == 1 else chained(*parts)
 
     def _computations(
         self, memory: SharedMemory, enter_stream: EnterStream | None, hold: Hold | None, *, retain_graph: bool
@@ -198,14 +216,21 @@ class StageRun:
         if loss is not None:
             receive = partial(loss.receive, receive, endpoint.receiver("target", index))
             receive_gradients = partial(loss.receive_gradient, self.kept)
+            if self.capture is not None:  # the gradient of the loss is written anew in each step
+                receive_gradients = observers.marking_before(self.capture.begin, receive_gradients)
+        if self.tied is not None:
+            self.tied.open(endpoint.sender, endpoint.receiver)
+            receive_gradients = partial(self.tied.receive_gradients, receive_gradients)
+            send_gradients = partial(self.tied.send_gradients, send_gradients)
         if ports is not None:
             ports.connect(endpoint)
             receive, send = partial(ports.receive, receive), partial(ports.send, send)
             receive_gradients = partial(ports.receive_gradients, receive_gradients)
             send_gradients = partial(ports.send_gradients, send_gradients)
-        if before_computing is not None:
-            receive = observers.marking(before_computing, receive)
-            receive_gradients = observers.marking(before_computing, receive_gradients)
+        for mark in (before_computing, None if self.capture is None else self.capture.begin):
+            if mark is not None:
+                receive = observers.marking(mark, receive)
+                receive_gradients = observers.marking(mark, receive_gradients)
         if self.meter is not None:
             send = observers.counting(self.meter, send)
         return receive, send, receive_gradients, send_gradients
@@ -227,6 +252,8 @@ class StageRun:
                 calls.append(observers.calling(accumulate))
             if self.meter is not None:
                 calls.append(observers.measuring_actions(self.meter, self, row.holds, again=retain_graph))
+                if self.capture is not None:
+                    calls.append(partial(self.capture.note_sizes, self.meter))
             if len(calls) > 1:
                 handlers[kind] = chained(*calls)
 
@@ -234,6 +261,14 @@ class StageRun:
         """After a run: learns from the layers which gradients can be deferred."""
         if self.store is not None:
             self.store.learn(self.aliases.parameters, self.aliases.leaves)
+
+    def sizes(self, action: Action) -> tuple[int, int, int]:
+        """After an action, what a recording shows of it: see `MemoryMeter.read`."""
+        if self.meter is None:
+            return 0, 0, 0
+        if self.capture is not None:
+            return self.capture.sizes[action.kind, action.stage, action.micro_batch]
+        return self.meter.read(action.stage, action.micro_batch)
 
     def _check_parameters(self) -> None:
         for name, alias in self.aliases.named(self.stage.layers):

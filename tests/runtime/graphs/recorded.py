@@ -197,6 +197,10 @@ class RecordedGraphs:
         """A state of a random generator."""
         return RecordedState(self)
 
+    def allocating(self) -> contextlib.AbstractContextManager[None]:
+        """There is no pool."""
+        return contextlib.nullcontext()
+
     def unowned(self, tensor: Tensor) -> Tensor:
         """The tensor itself: here no memory is used again."""
         return tensor

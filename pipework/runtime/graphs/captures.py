@@ -1,0 +1,259 @@
+"""The captured steps of a pipe: which mini-batches run as they are, which one is captured, and which are replayed.
+
+    the first mini-batches of a form    as without graphs: kernels are chosen, code is compiled, checks are made
+    the next one                        captured
+    all further ones                    replayed, if the layers are as they were; else captured once more
+
+The form of a mini-batch is what graphs cannot change: shapes and values beside tensors, the schedule, autocast. A few
+forms are kept, as code for several shapes is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from pipework.fsdp_private import fsdp_modules
+from pipework.runtime.graphs.captured import Captured
+from pipework.runtime.graphs.device_graphs import can_capture, graphs_on
+from pipework.runtime.graphs.fingerprint import Fingerprint
+from pipework.runtime.random.streams import has_random_state
+from pipework.spot_checks import FIRST
+from pipework.values.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from pipework.runtime.device import WorkerDevice
+    from pipework.runtime.graphs.device_graphs import Graphs
+    from pipework.runtime.transport import Message
+
+FORMS: Final = 2
+"""So many forms of a mini-batch are kept: the usual one, and for example that of a last batch."""
+
+_CHANGES: Final = 3  # so often in a row may a captured step be of no use for a second one
+
+
+class GraphCount(NamedTuple):
+    """What a pipe has done with graphs, see `Pipe.graphs`.
+
+    Attributes:
+        captured: how many steps were captured.
+        replayed: how many steps were replayed.
+        eager: how many training steps ran without graphs.
+        why: why the latest one of these did; empty: there was none.
+    """
+
+    captured: int = 0
+    replayed: int = 0
+    eager: int = 0
+    why: str = ""
+
+
+class _Form:
+    """A form of a mini-batch.
+
+    Attributes:
+        form: as above.
+        seen: so many of its mini-batches have run without graphs.
+        captured: its step; None: it was not captured.
+        layers: as they were when it was captured.
+        is_used: whether it was replayed.
+        useless: so many captures in a row were not.
+    """
+
+    def __init__(self, form: tuple[Any, ...]) -> None:
+        self.form = form
+        self.seen = 0
+        self.captured: Captured | None = None
+        self.layers: Fingerprint | None = None
+        self.is_used = False
+        self.useless = 0
+
+
+class Captures:
+    """The captured steps of one engine.
+
+    Args:
+        how: the settings, see `Settings.graphs`.
+        devices: of the workers of this process.
+        layers: of this process, and the loss function if it is a module, with their names.
+
+    Attributes:
+        count: what was done so far.
+
+    Raises:
+        ValueError: a device has no graphs, and it was not asked to go on without.
+    """
+
+    def __init__(
+        self, how: frozenset[str], devices: Mapping[int, WorkerDevice], layers: Sequence[tuple[str, nn.Module]]
+    ) -> None:
+        self.count = GraphCount()
+        self._how = how
+        self._devices = devices
+        self._layers = layers
+        self._inputs: OrderedDict[int, Any] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._forms: list[_Form] = []
+        self._graphs: dict[int, Graphs] = {}
+        self._off = ""
+        for worker, device in devices.items():
+            if not can_capture(device.device):
+                self._give_up(
+                    f"worker {worker} computes on {device.device}, which has no graphs: graphs= is for CUDA devices, "
+                    "and graphs='auto' uses them where there are any"
+                )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps are captured."""
+        return not self._off
+
+    def number_of(self, micro_batches: Sequence[Message]) -> int:
+        """A number for the form of a mini-batch's inputs, from which processes without the inputs know the form."""
+        described = [_described(each) for each in micro_batches]
+        for number, other in self._inputs.items():
+            if _alike(described, other):
+                self._inputs.move_to_end(number)
+                return number
+        number = next(self._numbers)
+        self._inputs[number] = described
+        if len(self._inputs) > _REMEMBERED:
+            self._inputs.popitem(last=False)
+        return number
+
+    def step(self, form: tuple[Any, ...], targets: Sequence[Message], why: str) -> Captured | None:
+        """The captured step for a training step; a new one is still to be captured; None: it runs without graphs.
+
+        Args:
+            form: of the mini-batch, without its targets.
+            targets: of the mini-batch.
+            why: why it must run without graphs; empty: nothing is known.
+
+        Raises:
+            ValueError: the layers cannot be captured, and it was not asked to go on without.
+        """
+        found = self._found((*form, [_described(each) for each in targets]))
+        found.seen += 1
+        why = why or self._off
+        if not why and found.seen <= FIRST:
+            why = f"the first {FIRST} mini-batches of each form run without graphs"
+        captured = None if why else self._usable(found) or self._new(found)
+        if captured is None:
+            self.count = self.count._replace(eager=self.count.eager + 1, why=why or self._off)
+        return captured
+
+    def settle(self, captured: Captured) -> list[str]:
+        """After a step. Returns a warning if steps run without graphs from now on.
+
+        Raises:
+            ValueError: the layers keep a state in Python, and it was not asked to go on without graphs.
+        """
+        if not captured.is_new:
+            self.count = self.count._replace(replayed=self.count.replayed + 1)
+            return []
+        found = next(each for each in self._forms if each.captured is captured)
+        assert found.layers is not None
+        if captured.given_up is not None:
+            place = "; ".join(getattr(captured.given_up, "__notes__", ()))
+            self._give_up(f"{captured.given_up} ({place})")
+        elif changed := found.layers.difference():
+            self._give_up(
+                f"{changed} by its own forward, which a graph does not do again: change a buffer in place (.copy_(), "
+                ".add_()), or leave graphs= out"
+            )
+        else:
+            self.count = self.count._replace(captured=self.count.captured + 1)
+        return [f"the pipe goes on without graphs: {self._off}"] if self._off else []
+
+    def _found(self, form: tuple[Any, ...]) -> _Form:
+        """The form, which is the last one of all from now on."""
+        found = next((each for each in self._forms if _alike(each.form, form)), None)
+        if found is None:
+            found = _Form(form)
+        else:
+            self._forms.remove(found)
+        self._forms.append(found)
+        for unused in self._forms[:-_REMEMBERED]:
+            self._drop(unused)
+        del self._forms[:-_REMEMBERED]
+        return found
+
+    def _usable(self, found: _Form) -> Captured | None:
+        """The captured step of a form, if it was captured and the layers are as they were."""
+        if found.captured is None or found.layers is None or not found.captured.replayed:
+            return None
+        if changed := found.layers.difference():
+            found.useless = 0 if found.is_used else found.useless + 1
+            if found.useless == _CHANGES:
+                self._give_up(
+                    f"{changed}, and so it was before each of the last steps, which had to be captured anew: let a "
+                    "tensor hold what changes, or leave graphs= out"
+                )
+            return None
+        found.is_used = True
+        return found.captured
+
+    def _new(self, found: _Form) -> Captured | None:
+        """A step of this form that is to be captured; None: the layers do not allow it."""
+        layers = Fingerprint(self._layers)
+        if layers.hooked and "hooks" not in self._how:
+            self._give_up(
+                f"{layers.hooked} has hooks, which a graph does not call: remove them, or say that they need be called "
+                "in captures only: graphs='hooks'"
+            )
+        for name, layer in self._layers:
+            if fsdp_modules([layer]) or any(map(is_dtensor, layer.parameters())):
+                self._give_up(f"layer {name!r} has DTensors, whose operators communicate: leave graphs= out")
+            if has_random_state(layer):
+                self._give_up(
+                    f"layer {name!r} has a recurrent module with dropout, which draws from a state of its own: leave "
+                    "graphs= out"
+                )
+        if self._off:
+            return None
+        if found.captured is None or not found.captured.replayed:  # the pools of a failed capture cannot be used again
+            self._graphs = {worker: graphs_on(device) for worker, device in self._devices.items()}
+        self._drop(found)
+        for other in [each for each in self._forms if each.captured is not None][: -FORMS + 1]:
+            self._drop(other)
+        found.captured = Captured(self._graphs, goes_on="auto" in self._how)
+        found.layers, found.is_used = layers, False
+        return found.captured
+
+    def _drop(self, form: _Form) -> None:
+        """Frees what a form has captured, which the devices may still replay."""
+        if form.captured is not None:
+            form.captured = form.layers = None
+            for device in self._devices.values():
+                if device.stream is not None:
+                    device.stream.synchronize()
+
+    def _give_up(self, text: str) -> None:
+        """Nothing is captured from now on. Raises a ValueError if it was not asked to go on then."""
+        if "auto" not in self._how:
+            raise ValueError(text)
+        self._off = text
+        for form in self._forms:
+            self._drop(form)
+
+
+_REMEMBERED: Final = 16  # forms, of which some may have been captured
+
+
+def _described(message: Message) -> Any:
+    """All of a message that a graph cannot change."""
+    tensors, structure = message
+    return structure, [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, type(t)) for t in tensors]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two descriptions are equal, as far as that is known."""
+    try:
+        return bool(one == other)
+    except Exception:  # values of the user's classes, such as arrays of NumPy
+        return False

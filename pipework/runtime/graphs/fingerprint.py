@@ -1,0 +1,93 @@
+"""What graphs take for granted of the layers: it is compared before each step, since a graph runs no Python.
+
+parameters    the same tensors at the same addresses, with the same requires_grad     else: another capture
+modules       the same children, flags, numbers and texts as attributes, hooks         else: another capture
+buffers       the same tensors: a forward changes them in place                        else: another capture
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from pipework import torch_private
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+
+_PLAIN: Final = (bool, int, float, str, type(None))
+
+
+class Fingerprint:
+    """The state of some modules that graphs have been captured with.
+
+    Args:
+        modules: with their names; those inside of them count, too.
+
+    Example:
+        >>> from torch import nn
+        >>> layer = nn.Dropout(0.1)
+        >>> before = Fingerprint([("0", layer)])
+        >>> before.difference(), setattr(layer, "p", 0.2), before.difference()
+        ('', None, "attribute 'p' of layer '0' (Dropout) was 0.1 and is 0.2")
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        named = {
+            each: f"layer {path!r} ({type(each).__name__})"
+            for name, module in modules
+            for path, each in module.named_modules(prefix=name)
+        }
+        self._attributes: list[tuple[dict[str, Any], str, Any, str]] = []
+        self._sizes: list[tuple[dict[str, Any], int, str]] = []
+        self._tensors: list[tuple[dict[str, Any], str, Tensor | None, int, bool, str]] = []
+        self._hooks: list[tuple[nn.Module, int, str]] = []
+        for module, text in named.items():
+            own = vars(module)
+            for what, held in (("parameter", module._parameters), ("buffer", module._buffers)):
+                self._sizes.append((held, len(held), f"the {what}s of {text}"))
+                self._tensors += [
+                    (held, name, *_place(each), f"{what} {name!r} of {text}") for name, each in held.items()
+                ]
+            self._sizes.append((own, len(own), f"the attributes of {text}"))
+            for name, value in own.items():
+                if isinstance(value, torch.Tensor):
+                    self._tensors.append((own, name, *_place(value), f"attribute {name!r} of {text}"))
+                elif type(value) in _PLAIN:
+                    self._attributes.append((own, name, value, f"attribute {name!r} of {text}"))
+            children: dict[str, Any] = module._modules
+            self._sizes.append((children, len(children), f"the children of {text}"))
+            self._attributes += [(children, name, each, f"child {name!r} of {text}") for name, each in children.items()]
+            self._hooks.append((module, len(torch_private.all_hooks(module)), text))
+
+    @property
+    def hooked(self) -> str:
+        """A layer that has hooks, which a graph does not call; empty: there is none."""
+        return next((text for _, count, text in self._hooks if count), "")
+
+    def difference(self) -> str:
+        """What is not as it was, for messages; empty: everything is."""
+        for held, size, text in self._sizes:
+            if len(held) != size:
+                return f"{text} were {size} and are {len(held)}"
+        for held, name, value, text in self._attributes:
+            now = held.get(name, self)
+            if now is not value and (type(now) is not type(value) or type(now) not in _PLAIN or now != value):
+                return f"{text} was {value!r} and is {now!r}" if type(value) in _PLAIN else f"{text} was replaced"
+        for held, name, tensor, address, required, text in self._tensors:
+            now = held.get(name)
+            if now is not tensor or (tensor is not None and tensor.data_ptr() != address):
+                return f"{text} was replaced"
+            if tensor is not None and tensor.requires_grad != required:
+                return f"requires_grad of {text} was {required} and is {tensor.requires_grad}"
+        for module, count, text in self._hooks:
+            if len(torch_private.all_hooks(module)) != count:
+                return f"the hooks of {text} have changed"
+        return ""
+
+
+def _place(tensor: Tensor | None) -> tuple[Tensor | None, int, bool]:
+    return tensor, 0 if tensor is None else tensor.data_ptr(), tensor is not None and tensor.requires_grad

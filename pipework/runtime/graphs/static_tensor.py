@@ -1,0 +1,71 @@
+"""Static tensors: what comes from outside of a graph is copied into one, and what goes outside is copied from one.
+
+A graph reads and writes the addresses that it was captured with. What travels between workers is ordinary memory of the
+allocator, as in a step without graphs: its lifetime is the matter of whoever sends and receives it.
+
+    another worker --message--> static tensor --> graph --> static tensor --message--> another worker
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipework.autograd import boundary
+from pipework.values.tensor_form import TensorForm, elements_of, memory_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipework.runtime.graphs.device_graphs import Graphs
+
+
+class StaticTensor:
+    """The memory of one tensor, at an address that stays.
+
+    Args:
+        tensor: that lies there, whose memory is not kept.
+        graphs: of the worker.
+
+    Raises:
+        TypeError: the tensor is sparse, nested, or of a subclass of Tensor.
+    """
+
+    def __init__(self, tensor: Tensor, graphs: Graphs) -> None:
+        self._form = TensorForm.of(tensor)
+        self._marked = boundary.is_unchangeable(tensor)
+        self._elements = elements_of(graphs.unowned(tensor.detach()))
+
+    @classmethod
+    def filled(cls, tensor: Tensor, graphs: Graphs) -> tuple[Tensor, StaticTensor]:
+        """A leaf like a tensor, with its values, in the pool of the graphs; and its static tensor."""
+        form = TensorForm.of(tensor)
+        with graphs.allocating():
+            leaf = form.tensor(form.room(tensor.device)).requires_grad_(tensor.requires_grad)
+        if boundary.is_unchangeable(tensor):
+            boundary.mark_unchangeable(leaf)
+        static = cls(leaf, graphs)
+        static.fill(tensor)
+        return leaf, static
+
+    def fill(self, tensor: Tensor) -> None:
+        """Copies the values of a tensor.
+
+        Raises:
+            RuntimeError: it is of another form.
+        """
+        if self._form.shape != tensor.shape or self._form.dtype != tensor.dtype:
+            raise RuntimeError(
+                f"a stage received a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, and its graph was "
+                f"captured for {self._form.shape} and {self._form.dtype}, although the inputs are of the same form: "
+                "let the layers before it return equal forms in each step, or leave graphs= out"
+            )
+        self._elements.copy_(memory_of(tensor).view(self._elements.shape))
+
+    def copied(self) -> Tensor:
+        """A copy, as a leaf with the same strides."""
+        form = self._form
+        room = form.room(self._elements.device).copy_(memory_of(self._elements).view(form.sent_sizes))
+        leaf = form.tensor(room).requires_grad_(form.requires_grad)
+        if self._marked:
+            boundary.mark_unchangeable(leaf)
+        return leaf

@@ -1,0 +1,94 @@
+"""Steps that are captured action by action: equal to eager ones, and what cannot be captured is named."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from pipework import Pipe
+
+pytestmark = pytest.mark.usefixtures("recorded_graphs")
+
+
+def blocks(count: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.2)) for _ in range(count))
+    )
+
+
+def pair(layers: nn.Sequential, how: Any = True, **options: Any) -> list[Pipe]:
+    """A pipe of a copy without graphs, and one with them."""
+    options = {"chunks": 3, "loss_fn": mse_loss, "devices": ["cpu"] * 2, "schedule": "1f1b"} | options
+    return [Pipe(copy.deepcopy(layers), **options, graphs=graphs) for graphs in (False, how)]
+
+
+def trained_alike(pipes: list[Pipe], steps: int = 8, rows: int = 6) -> None:
+    """Trains both with the same data and seeds, and compares losses, gradients and buffers bitwise."""
+    optimizers = [torch.optim.Adam(pipe.parameters(), 0.01) for pipe in pipes]
+    for step in range(steps):
+        torch.manual_seed(step)
+        x, y = torch.randn(rows, 6), torch.randn(rows, 6)
+        losses = []
+        for pipe, optimizer in zip(pipes, optimizers, strict=True):
+            torch.manual_seed(100 + step)
+            losses.append(pipe(x, target=y))
+            losses[-1].backward()
+            optimizer.step()
+        assert torch.equal(*losses)
+        equal(pipes)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def equal(pipes: list[Pipe]) -> None:
+    plain, captured = pipes
+    for (name, one), other in zip(plain.named_parameters(), captured.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        assert one.grad is None or torch.equal(one.grad, other.grad), name
+    for (name, one), other in zip(plain.named_buffers(), captured.buffers(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved-1f1b", "zb-h1", "zb-v"])
+def test_a_captured_step_is_the_eager_one(schedule: str, checkpoint: str) -> None:
+    pipes = pair(blocks(), schedule=schedule, checkpoint=checkpoint)
+    trained_alike(pipes)
+    assert pipes[1].graphs is not None
+    assert (pipes[1].graphs.captured, pipes[1].graphs.replayed, pipes[1].graphs.eager) == (1, 3, 4)
+
+
+class Waits(nn.Module):
+    """Waits for its device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+
+def test_a_layer_that_waits_is_named() -> None:
+    pipe = pair(nn.Sequential(nn.Linear(6, 6), Waits(), nn.Linear(6, 6)), balance=[1, 2])[1]
+    x, y = torch.randn(6, 6), torch.randn(6, 6)
+    for _ in range(4):
+        pipe(x, target=y).backward()
+    with pytest.raises(RuntimeError, match="capturing") as caught:
+        pipe(x, target=y)
+    notes = " ".join(caught.value.__notes__)
+    assert "in layer '1' (Waits)" in notes
+    assert "stage 1, micro-batch 0, action F" in notes
+    assert "graphs='auto'" in notes
+
+
+def test_auto_goes_on_in_the_same_step() -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), Waits(), nn.Dropout(0.3), nn.Linear(6, 6))
+    plain, _ = pair(layers, balance=[2, 3])
+    auto = Pipe(
+        copy.deepcopy(layers), 3, balance=[2, 3], devices=["cpu"] * 2, schedule="1f1b", loss_fn=mse_loss, graphs="auto"
+    )
+    with pytest.warns(UserWarning, match="the pipe goes on without graphs: .*capturing.*layer '2' \\(Waits\\)"):
+        trained_alike([plain, auto])
+    assert auto.graphs is not None
+    assert (auto.graphs.captured, auto.graphs.replayed) == (0, 0)
