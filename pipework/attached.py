@@ -141,9 +141,10 @@ def attach(
         outputs: if workers are processes, which of them get what the model returns beside the loss: 'all', or 'last',
             that of the last stage. In training none does, and all get the loss.
         mesh: see `Pipe`.
-        check: run these rows through the model and through its parts, in evaluation mode and without gradients, and
-            compare; and compare their loss with what the pipe makes of the loss of each. Nothing is compared with a
-            mesh, or if the model is not whole on the device of the sample, as on the meta device.
+        check: run these rows through the model and through its parts, in evaluation mode, without gradients and with
+            0.5 for each number that is drawn, and compare; and compare their loss with what the pipe makes of the loss
+            of each. Nothing is compared with a mesh, or if the model is not whole on the device of the sample, as on
+            the meta device.
         plan: of the model's units: what `pipework.plan` returned for the layers of `to_sequential`. It decides chunks,
             checkpoint, balance and schedule, and the devices unless they are given.
         split: see `Pipe`. All arguments but the target are given to the function by their names, and what it returns

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from pipework import torch_private
 from pipework.model.parts.leaves import flatten, mapped, tensors_in
 from pipework.model.parts.side_effects import in_mode, put_back
 from pipework.values import nested
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from pipework.model.parts.sample import Arguments
 
 _FACTORS: Final = (1.0, 0.25, 0.5)
+_DRAWS: Final = (
+    "bernoulli", "bernoulli_", "exponential_", "log_normal_", "multinomial", "normal", "normal_", "rand", "rand_like",
+    "randint", "randint_like", "randn", "randn_like", "random_", "randperm", "uniform_",
+)  # fmt: skip
 
 
 def check_parts(cuttable: Cuttable, layers: nn.Sequential) -> None:
@@ -72,11 +77,28 @@ def _through(layers: nn.Sequential, arguments: tuple[Any, ...], keywords: dict[s
 
 @contextlib.contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards attributes, buffers and the random state are as before."""
+    """Evaluation mode without gradients or chance; afterwards attributes, buffers and random states are as before."""
     every = [each for module in modules for each in module.modules()]
     kept = put_back(modules, values=True)
-    with kept, in_mode(every, training=False), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with kept, in_mode(every, training=False), torch.no_grad(), torch.random.fork_rng(devices=[]), _FixedDraws():
         yield
+
+
+class _FixedDraws(torch_private.DispatchMode):  # type: ignore[misc]
+    """Inside, each number that is drawn is 0.5, or the least integer.
+
+    With a seed, a row alone would draw other noise than in its mini-batch, and a part other noise than the model.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.__name__.partition(".")[0] in _DRAWS:
+            names = [each.name for each in func._schema.arguments]
+            named = dict(zip(names, args, strict=False)) | (kwargs or {})
+            result.fill_(0.5 if result.is_floating_point() else named.get("low", named.get("from", 0)))
+        return result
 
 
 def _difference(expected: Any, actual: Any) -> str | None:

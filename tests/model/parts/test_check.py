@@ -183,3 +183,36 @@ def test_of_given_micro_batches_only_the_parts_are_compared() -> None:
         )
         for result, expected in zip(model(**batch), (first, second), strict=True):
             torch.testing.assert_close(result["loss"], expected)
+
+
+class Denoiser(LossNet):
+    """Draws noise and times in glue, and a latent in a unit, as a trainer of diffusion does."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self.blocks[1] = Drawing()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, labels: Any = None) -> Any:
+        noise, time = torch.randn_like(x), torch.randint(1, 1000, (len(x), 1))
+        x = x + noise / time + torch.rand(len(x), 1)
+        for block in self.blocks:
+            x = block(x).tanh() + torch.randn(x.shape)
+        return {"loss": self.loss[0](x - noise, labels), "x": x}
+
+
+class Drawing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.normal(super().forward(x), 0.1) + torch.empty_like(x).normal_()
+
+
+def test_a_forward_that_draws_is_compared_without_chance() -> None:
+    model, state = Denoiser(functional.mse_loss), torch.get_rng_state()
+    pipe = attached(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    found = [each for each in pipe.verify(ROWS, labels=OTHER).compared if each.against == "micro-batches"]
+    assert [each.difference for each in found] == [0, 0, 0]
+    with pytest.raises(ValueError, match="the pipe would train with"):
+        attached(Denoiser(root))
