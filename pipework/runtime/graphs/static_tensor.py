@@ -59,13 +59,21 @@ class StaticTensor:
                 f"captured for {self._form.shape} and {self._form.dtype}, although the inputs are of the same form: "
                 "let the layers before it return equal forms in each step, or leave graphs= out"
             )
-        self._elements.copy_(memory_of(tensor).view(self._elements.shape))
+        if self._form.is_usual and tensor.is_contiguous():
+            self._elements.copy_(tensor.detach())
+        else:
+            self._elements.copy_(memory_of(tensor).view(self._elements.shape))
 
     def copied(self) -> Tensor:
         """A copy, as a leaf with the same strides."""
         form = self._form
-        room = form.room(self._elements.device).copy_(memory_of(self._elements).view(form.sent_sizes))
-        leaf = form.tensor(room).requires_grad_(form.requires_grad)
+        if form.is_usual:
+            leaf = self._elements.clone()
+        else:
+            room = form.room(self._elements.device)
+            leaf = form.tensor(room.copy_(memory_of(self._elements).view(room.shape)))
+        if form.requires_grad:
+            leaf.requires_grad_()
         if self._marked:
             boundary.mark_unchangeable(leaf)
         return leaf
