@@ -14,6 +14,8 @@ import itertools
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import torch
+
 from pipework.fsdp_private import fsdp_modules
 from pipework.runtime.graphs.captured import Captured
 from pipework.runtime.graphs.device_graphs import can_capture, graphs_on
@@ -221,6 +223,10 @@ class Captures:
         self._drop(found)
         for other in [each for each in self._forms if each.captured is not None][: -FORMS + 1]:
             self._drop(other)
+        if torch.accelerator.is_available():
+            # Activations of earlier steps are gone, but the allocator keeps their memory, and gives it to no pool once
+            # a capture has begun.
+            torch.accelerator.empty_cache()
         found.captured = Captured(self._graphs, goes_on="auto" in self._how)
         found.layers, found.is_used = layers, False
         return found.captured
