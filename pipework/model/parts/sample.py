@@ -84,9 +84,8 @@ def as_given(sample: Any) -> Arguments:
 
 def _of_one(value: Any) -> Any:
     """An argument of the first micro-batch, without the marks `Chunk` and `NoChunk`."""
-    if isinstance(value, MicroBatches):
-        return value[0]
-    return nested.replaced(value, (NoChunk, Chunk), lambda mark: mark.value)
+    one = value[0] if isinstance(value, MicroBatches) else value
+    return nested.replaced(one, (NoChunk, Chunk), lambda mark: _of_one(mark.value))
 
 
 @dataclass(frozen=True)

@@ -268,16 +268,16 @@ class Skeleton:
             memo |= {id(value): value for value in own_attributes(module).values() if not refers_to_module(value)}
         hooks = [value for name, value in vars(self.model).items() if name.endswith("_hooks")]
         memo |= {id(each): type(each)() for each in hooks}  # a part calls the forward alone
-        whole = copy.deepcopy(self.model, memo)
+        copies = {name: _container(type(module)) for name, module in self.containers.items()}
+        memo |= {id(module): copies[name] for name, module in self.containers.items()}
         for name, module in self.containers.items():
-            own: Any = memo[id(module)]
-            kind: Any = type(own)
-            own.__class__ = _subclass(Container, kind)
+            own = copies[name]
+            own.__setstate__(copy.deepcopy(_state_of(module), memo))
             gone = {each for each in module._parameters if _path(name, each) in self.own_parameters.keys() - local}
             for each in gone:
                 del own._parameters[each]
             own.__dict__.update(whole=AbsentUnit(name, module), elsewhere=frozenset(gone))
-        return whole, absent
+        return copies[""], absent
 
 
 def _path(name: str, inside: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +45,8 @@ class Plain(nn.Module):
         return loss_of(x, labels)
 
 
-class UNet(nn.Module):
-    """Skips stay in the forward, which concatenates them."""
+class UNet(abc.ABC, nn.Module):
+    """Skips stay in the forward, which concatenates them. Another class stands before `nn.Module`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class UNet(nn.Module):
         return loss_of(x, labels)
 
 
-class Residual(nn.Module):
+class Residual(abc.ABC, nn.Module):
     """A block of a ResNet."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipework import MicroBatches, NoChunk
+from pipework import MicroBatches, NoChunk, torch_private
 from pipework.model.parts.sample import LossPlace, arguments_of, few_rows, single_rows
 
 X = torch.randn(8, 9)
@@ -14,7 +14,8 @@ X = torch.randn(8, 9)
 def test_arguments_of_a_sample() -> None:
     given = MicroBatches([X, X + 1])
     assert arguments_of((given, NoChunk(X)))[0][0] is given[0]
-    assert arguments_of({"x": NoChunk(X)})[1]["x"] is X
+    for value in (NoChunk(X), NoChunk([NoChunk(X)]), MicroBatches([{"a": NoChunk(X)}])):
+        assert torch_private.pytree.tree_leaves(arguments_of({"x": value})[1]["x"])[0] is X
 
 
 @pytest.mark.parametrize(("rows", "few"), [(1, 1), (2, 2), (3, 3), (4, 2), (5, 3), (6, 2), (8, 2)])
