@@ -493,6 +493,9 @@ class Pipe(Layers):
           norms with running statistics). This shows whether the batch is cut along its rows and the loss weighs them
           right.
 
+        Of a pipe with `graphs=`, replays are compared, too: of the captured step that the pipe has for such a batch,
+        else of one that is captured here, which takes up to seven steps more. All other runs are without graphs.
+
         Of a pipe that is attached to a model, the plain model is the model's own forward. In evaluation mode, and under
         `torch.no_grad()`, there are no gradients. With the loss outside, they are those of random numbers in place of
         the loss's gradient. Nothing is changed: parameters, `.grad`, buffers, generators, flags, hooks, and what the

@@ -2,11 +2,12 @@
 
     as the model is     the pipe         with  the plain model, micro-batch by micro-batch    bitwise
     where bits differ   the plain model  with  itself, run again: some times what differs there is allowed
+    with graphs         replays of it    with  the plain model, micro-batch by micro-batch    bitwise
     without dropout     the pipe         with  the plain model, the whole batch at once       relatively
 
-Dropout is left out by evaluation mode, in all modules but norms with running statistics. Of a model in evaluation mode
-outputs and loss are compared. Each run begins with the same state and the same seed. Where something differs, two runs
-with hooks on the layers find the first place.
+All other runs of the pipe are without graphs. Dropout is left out by evaluation mode, in all modules but norms with
+running statistics. Of a model in evaluation mode outputs and loss are compared. Each run begins with the same state and
+the same seed. Where something differs, two runs with hooks on the layers find the first place.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _PIECES: Final = "micro-batches"
 _WHOLE: Final = "whole batch"
 _ITSELF: Final = "itself, again"
+_REPLAYED: Final = ", replayed"
+_NO_DROPOUT: Final = ", without dropout"
 _Found: TypeAlias = dict[str, dict[str, float]]  # how far tensors are apart, by kind and name
 
 
@@ -107,6 +110,10 @@ def _verification(runs: Runs) -> Verification:
     computed = [each for kind in ("outputs", "loss", "gradients") for each in plain[kind].values()]
     tolerance = max(runs.of_all(tolerance_of(computed)))
     found = _differences(runs, pipe, plain)
+    replays, why = runs.of_replays()
+    found |= {kind + _REPLAYED: own for kind, own in _differences(runs, replays, plain).items()}
+    if why:
+        notes.append(f"{'some processes' if replays else 'all runs'} were without graphs: {why}")
     bounds = {"gradients": tolerance} if runs.rounds else {}  # by kind; see "Where it ends" in docs/exactness.md
     allowed: dict[str, float] = {}  # by kind, if the plain model differs from itself
     lines, comparable = _table(_PIECES, found, bounds, allowed), True
@@ -127,17 +134,20 @@ def _verification(runs: Runs) -> Verification:
             pipe = runs.of_pipe()
         plain = runs.of_plain(whole=True)
         found = _differences(runs, runs.without_averages(pipe), runs.without_averages(plain))
-        suffix = ", without dropout" if runs.trains else ""
+        suffix = _NO_DROPOUT if runs.trains else ""
         lines += _table(_WHOLE, found, dict.fromkeys(found, tolerance), allowed, suffix)
-    wrong = {each.against for each in lines if each.first}
-    if not wrong:
+    differ = [each for each in lines if each.first]
+    if not differ:
         return Verification(tuple(lines), notes=tuple(notes))
+    if all(each.what.endswith(_REPLAYED) for each in differ):
+        return Verification(tuple(lines), reasons=(_BAKED_IN,), notes=tuple(notes))
+    wrong = {each.against for each in differ}
     against = next(each for each in (_PIECES, _ITSELF, _WHOLE) if each in wrong)
     whole = against == _WHOLE
     runs.without_dropout = whole and runs.trains
     forward = max([tolerance * whole, *(most for kind, most in allowed.items() if kind != "gradients")])
     place = _first_place(runs, whole, forward, max(forward, allowed.get("gradients", 0.0)))
-    kinds = {each.what.partition(",")[0]: each.first for each in lines if each.against == against}
+    kinds = {each.what.removesuffix(_NO_DROPOUT): each.first for each in lines if each.against == against}
     return Verification(tuple(lines), place, tuple(_reasons(runs, against, kinds)), tuple(notes))
 
 
@@ -223,9 +233,10 @@ def _table(
     """
     lines = []
     for kind, own in ((kind, own) for kind, own in found.items() if own):
-        bound = bounds.get(kind, 0.0)
+        key = kind.removesuffix(_REPLAYED)
+        bound = bounds.get(key, 0.0)
         near = _WITHIN if max(own.values()) > bound else ROUNDED
-        lines.append(Compared.of(kind + suffix, against, own, max(bound, allowed.get(kind, 0.0)), near))
+        lines.append(Compared.of(kind + suffix, against, own, max(bound, allowed.get(key, 0.0)), near))
     return lines
 
 
@@ -247,6 +258,11 @@ _COUNTED_TWICE: Final = (
 _STATE: Final = (
     "a layer keeps a state from one micro-batch to the next, draws numbers outside of PyTorch, or reads what depends "
     "on the thread or the order of calls: give it such values as inputs. If none does, this is a fault of pipework"
+)
+_BAKED_IN: Final = (
+    "only replays of graphs differ: a graph keeps what Python read when it was captured, such as a number in an object "
+    "or a list, also one around loss_fn, and changes none: hold it in a tensor that is changed in place (a buffer), or "
+    "leave graphs= out"
 )
 _BATCH_NORM: Final = (
     "batch norm in training mode normalises with the rows of its micro-batch: {}. No pipeline computes it for the "

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipework import Mesh, MicroBatches, NoChunk, Pipe, PipeWarning, pop, skippable, stash
+from pipework.runtime.graphs import captures
+from pipework.runtime.graphs.captures import GraphCount
 from pipework.schedule import SCHEDULES
 from pipework.verify import Verification
 from tests.integrations import tiny
 from tests.model.parts.harness import attached
 from tests.model.parts.models import Lists, ResNet, Vision, batch_of
+from tests.runtime.graphs.recorded import RecordedGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipework.PipeWarning")
 
@@ -588,6 +592,118 @@ def test_its_workers_end_with_it(own_workers: Callable[[], list[threading.Thread
     assert own_workers() == []
 
 
+# ---- with graphs ----------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """A number inside an object, which graphs are not compared with."""
+
+    number = 0
+
+
+class Growing(nn.Module):
+    def __init__(self, steps: Steps) -> None:
+        super().__init__()
+        self.steps = [steps]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.steps[0].number
+
+
+class Noted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        return x
+
+
+class Waits(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.isfinite().all().item()
+        return x
+
+
+def with_norm() -> list[nn.Module]:
+    return [*layers()[:2], nn.BatchNorm1d(8), *layers()[2:]]
+
+
+def trained(pipe: Pipe, steps: int, changes: Callable[[], object] = int) -> None:
+    x, y = batch()
+    for _ in range(steps):
+        changes()
+        pipe(x, target=y)
+    changes()
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+@pytest.mark.parametrize("steps", [0, 3, 7])  # before the pipe is verified: it has captured nothing, or its own step
+@pytest.mark.parametrize("deferred", [False, True])
+def test_graphs_are_compared_and_stay_as_they_are(steps: int, deferred: bool) -> None:
+    pipe = pipe_of(with_norm(), graphs=True, checkpoint="always", deferred_batch_norm=deferred)
+    twin, before, (x, y) = copy.deepcopy(pipe), None, batch()
+    for each in (twin, pipe):
+        torch.manual_seed(1)
+        trained(each, steps)
+        if each is pipe:
+            before = pipe.graphs if steps else None
+            found = pipe.verify(x, target=y)
+            assert pipe.graphs == (before or GraphCount())
+        trained(each, 9 - steps)
+    replayed = {each.what: each.difference for each in found.compared if "replayed" in each.what}
+    kinds = ["outputs", "loss", "gradients", "buffers"][steps == 7 :]  # a step without outputs was captured
+    assert replayed == {f"{kind}, replayed": 0 for kind in kinds}
+    assert pipe.graphs == (1, 4, 4, "the first 4 mini-batches of each form run without graphs")
+    assert_same([*pipe.state_dict().values()], [*twin.state_dict().values()])
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+@pytest.mark.parametrize("where", ["layer", "loss"])
+def test_what_a_graph_keeps_of_python_is_found(where: str) -> None:
+    steps, numbers = Steps(), list[int]()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(output, target) * len(numbers)
+
+    def changes() -> None:
+        steps.number += 1
+        numbers.append(1)
+
+    options = {"loss_fn": loss_fn} if where == "loss" else {}
+    modules = layers() if where == "loss" else [Growing(steps), *layers()]
+    pipe = pipe_of(modules, graphs=True, **options)
+    trained(pipe, 7, changes)
+    x, y = batch()
+    found = pipe.verify(x, target=y)
+    assert not found
+    assert {each.what for each in found.compared if each.first} == {"loss, replayed", "gradients, replayed"}
+    assert "a graph keeps what Python read when it was captured" in found.reasons[0]
+    assert pipe.graphs is not None
+    assert pipe.graphs.captured == 1
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_python_that_replays_leave_out_is_found() -> None:
+    found = verified([*layers(), Noted()], graphs=True)
+    assert [each.first for each in found.compared if each.first] == ["7.seen[0]"]
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_runs_without_graphs_are_named() -> None:
+    def notes(modules: list[nn.Module], **options: Any) -> str:
+        found = verified(modules, **options)
+        assert found, found
+        assert not any("replayed" in each.what for each in found.compared)
+        return found.notes[-1]
+
+    assert "all runs were without graphs" in notes([*layers(), Waits()], graphs="auto")
+    assert "graphs are of training steps" in notes([each.eval() for each in layers()], graphs=True)
+    with pytest.raises(RuntimeError, match="capturing"):
+        verified([*layers(), Waits()], graphs=True)
+
+
 # ---- attached --------------------------------------------------------------------------------------------------------
 
 
@@ -667,6 +783,9 @@ def on_each_rank(mesh: Mesh) -> Any:
     results += [found(stacked, y, x, balance=[2, 4]), found(tied(), y, x, balance=[2, 2])]
     results += [found([nn.Linear(WIDTH, 8), Unordered(1e-3, 0.0, []), nn.Tanh(), nn.Linear(8, OUTPUTS)], y, x)]
     allowed = str(results[-1])
+    with mock.patch.multiple(captures, can_capture=lambda device: True, graphs_on=lambda device: RecordedGraphs()):
+        results.append(found(layers(), y, x.requires_grad_(), graphs=True))
+    assert sum("replayed" in each.what for each in results[-1].compared) == 3
     results.append(attached(Vision(p=0.5), batch_of(Vision), devices=None, mesh=mesh, checkpoint="always"))
     results[-1] = results[-1].verify(**batch_of(Vision))
     right = [str(each) for each in results if not each]

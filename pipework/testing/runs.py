@@ -23,6 +23,7 @@ from pipework.model.row_dimensions import values_in
 from pipework.model.sequential import named_layers
 from pipework.runtime.random.streams import draw_key, micro_batch_here
 from pipework.runtime.stage.recomputation import is_recomputing
+from pipework.spot_checks import FIRST
 from pipework.testing.comparison import apart, on_host
 from pipework.testing.plain import PlainModel, cotangents_of, differentiate
 from pipework.torch_private import pytree
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from pipework.model.marks import Piece
     from pipework.pipe import Pipe
+    from pipework.runtime.graphs.captures import Captures
 
 # By kind ("outputs", "loss", ...), what a run gave: tensors on the CPU and plain values, by name.
 Values: TypeAlias = dict[str, dict[str, Any]]
@@ -94,13 +96,19 @@ class Runs:
         trains: whether the model is in training mode, in any process.
         without_dropout: whether the next runs leave dropout out.
         has_whole: whether there is a whole batch, whose outputs or loss can be compared.
+        has_target: whether the loss is inside.
+        captures: the captured steps that `of_replays` uses; None: the pipe has no graphs.
     """
 
     def __init__(self, pipe: Pipe, inputs: tuple[Any, ...], keywords: dict[str, Any], target: Any) -> None:
         self.pipe, self.attached = pipe, pipe._attached
         executor = self.executor = copy.copy(pipe._executor)  # for this object alone
-        if not pipe._backend.is_whole:  # the workers of a process are connected with those of the others
+        has_graphs = bool(executor.settings.graph_names)
+        # The workers of a process are connected with those of the others, and captured steps belong to theirs.
+        if not pipe._backend.is_whole or (has_graphs and pipe._executor._engine is not None):
             executor._engine, executor.deferred = pipe._executor.engine_in_use(), pipe._executor.deferred
+        captures = executor.engine_in_use().captures if has_graphs else None
+        self.captures = None if captures is None else captures.fork()
         executor.doubts = Doubts(warns=False)
         executor.layout = copy.deepcopy(executor.layout)
         if self.attached is not None and target is not None:
@@ -109,7 +117,7 @@ class Runs:
         self.plain = PlainModel(pipe, executor, self.attached)
         loss = executor.settings.loss_fn
         self._roots = [pipe, *pipe.partitions, *self.plain.modules, *([loss] if isinstance(loss, nn.Module) else [])]
-        self.without_dropout = self.has_whole = self._traces = False
+        self.without_dropout = self.has_whole = self.has_target = self._traces = False
         trains = pipe.training if self.attached is None else self.attached.model.training
         if self.attached is None and pipe._backend.is_whole:
             trains = any(each.training for each in pipe)
@@ -128,12 +136,28 @@ class Runs:
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
-        """Inside, an executor of its own stands in the pipe; afterwards all is as it was."""
+        """Inside, an executor of its own stands in the pipe, and runs without graphs; afterwards all is as it was."""
         before, self.pipe._executor = self.pipe._executor, self.executor
+        try:
+            with self._captures_are(None):
+                yield
+        finally:
+            self.pipe._executor = before
+            if self.captures is not None:
+                self.captures.drop()
+
+    @contextlib.contextmanager
+    def _captures_are(self, captures: Captures | None) -> Iterator[None]:
+        """A context in which training steps of the pipe are captured and replayed by these; None: by nothing."""
+        if self.captures is None:
+            yield
+            return
+        engine = self.executor.engine_in_use()
+        before, engine.captures = engine.captures, captures
         try:
             yield
         finally:
-            self.pipe._executor = before
+            engine.captures = before
 
     def traced(self, run: Callable[[], Values]) -> LayerTrace:
         """What the layers give in a run."""
@@ -162,16 +186,44 @@ class Runs:
             torch.default_generator.manual_seed(self._seed)
             made: dict[int, tuple[Tensor, Tensor]] = {}
             arguments, keywords, target = _renewed((arguments, keywords, target), made)
+            self.has_target = target is not None
             yield arguments, keywords, target, [leaf for leaf, _ in made.values() if leaf.requires_grad]
 
-    def of_pipe(self) -> Values:
-        """A mini-batch in the pipe."""
+    def of_replays(self) -> tuple[Values, str]:
+        """A mini-batch in the pipe, whose captured step is replayed: the pipe's own one, if there is one for its form.
+
+        Returns:
+            As of `of_pipe`; nothing if no process has replayed anything. And why one has not; empty: all have.
+        """
+        captures = self.captures
+        if captures is None:
+            return {}, ""
+        if not (self.grad and self.has_target):
+            return {}, "graphs are of training steps with a target, and this is none"
+        with self._captures_are(captures):
+            # A step that returns outputs, too, is of another form.
+            for number in range(FIRST + 3):
+                values = self.of_pipe(keeps_output=number > 0)
+                told = self.of_all([captures.count.replayed, "" if captures.is_on else captures.count.why])
+                if all(replayed or off for replayed, off in told):
+                    break
+        why = next((off or captures.count.why for replayed, off in told if not replayed), "")
+        if not any(replayed for replayed, _ in told):
+            return {}, why
+        return {kind: own for kind, own in values.items() if number or kind != "outputs"}, why
+
+    def of_pipe(self, *, keeps_output: bool = True) -> Values:
+        """A mini-batch in the pipe.
+
+        Args:
+            keeps_output: whether the output is wanted beside a loss inside.
+        """
         with self._begun() as (arguments, keywords, target, leaves):
             loss, output = None, None
             with torch.set_grad_enabled(self.grad):
                 if target is None:
                     output = self.pipe.forward(*arguments, **keywords, outputs="all")
-                elif self.executor.settings.loss_fn is None:
+                elif self.executor.settings.loss_fn is None or not keeps_output:
                     loss = self.pipe.forward(*arguments, **keywords, target=target)
                 else:
                     loss, output = self.pipe.forward(*arguments, **keywords, target=target, return_output=True)

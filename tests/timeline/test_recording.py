@@ -1,8 +1,12 @@
+import copy
 import json
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+import torch
+from torch import nn
 
+from pipework import Pipe
 from pipework.schedule import Costs, Interval, fill_drain, simulate, with_recompute
 from pipework.timeline import Recording
 
@@ -152,3 +156,33 @@ def test_forwards_alone_are_measured_and_predict_nothing():
     with pytest.raises(ValueError, match=r"different stages: choose one, such as costs\(step=4\)"):
         recording.costs()
     assert recording.costs(4).forward == (1,)
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_captured_and_replayed_steps_are_recorded_as_all_others(tmp_path):
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    options = {"schedule": "zb-h1", "devices": ["cpu"] * 2, "loss_fn": nn.functional.mse_loss, "checkpoint": "never"}
+    pipe, plain = (Pipe(copy.deepcopy(layers), 4, **options, graphs=graphs) for graphs in (True, False))
+    x = torch.randn(8, 8)
+    for _ in range(4):
+        pipe(x, target=x)
+        plain(x, target=x)
+    with pipe.record() as recording:  # the first one is captured
+        for _ in range(3):
+            pipe(x, target=x)
+    with plain.record() as eager:
+        plain(x, target=x)
+    assert pipe.graphs[:3] == (1, 2, 4)
+    expected = eager.timeline()
+    for step in recording.steps:
+        line = recording.timeline(step)
+        assert [[each.action for each in row] for row in line.by_worker] == [
+            [each.action for each in row] for row in expected.by_worker
+        ]
+        assert all(each.end > each.start for each in line.intervals)
+        # The weight of a loss is a tensor, which its graph keeps.
+        peaks = [expected.peak_memory(worker) for worker in (0, 1)]
+        assert [line.peak_memory(worker) for worker in (0, 1)] == pytest.approx(peaks, abs=8)
+        assert recording.predicted(step).makespan > 0
+    for name in ("steps.svg", "steps.json"):
+        recording.save(tmp_path / name)

@@ -10,6 +10,7 @@ forms are kept, as code for several shapes is.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -115,6 +116,18 @@ class Captures:
         """Whether steps are captured."""
         return not self._off
 
+    def fork(self) -> Captures:
+        """The same captured steps. What the fork captures or drops is its own matter; it ends with `drop`."""
+        fork = copy.copy(self)
+        fork.count, fork._graphs, fork._inputs = GraphCount(), {}, self._inputs.copy()
+        fork._forms = [copy.copy(form) for form in self._forms]
+        return fork
+
+    def drop(self) -> None:
+        """Frees what was captured."""
+        for form in self._forms:
+            self._drop(form)
+
     def number_of(self, micro_batches: Sequence[Message]) -> int:
         """A number for the form of a mini-batch's inputs, from which processes without the inputs know the form."""
         described = [_described(each) for each in micro_batches]
@@ -170,6 +183,8 @@ class Captures:
             )
         else:
             self.count = self.count._replace(captured=self.count.captured + 1)
+        if self._off:
+            self.count = self.count._replace(eager=self.count.eager + 1, why=self._off)
         return [f"the pipe goes on without graphs: {self._off}"] if self._off else []
 
     def _found(self, form: tuple[Any, ...]) -> _Form:
@@ -218,7 +233,8 @@ class Captures:
                 )
         if self._off:
             return None
-        if found.captured is None or not found.captured.replayed:  # the pools of a failed capture cannot be used again
+        # The pools of a failed capture cannot be used again.
+        if not self._graphs or found.captured is None or not found.captured.replayed:
             self._graphs = {worker: graphs_on(device) for worker, device in self._devices.items()}
         self._drop(found)
         for other in [each for each in self._forms if each.captured is not None][: -FORMS + 1]:
@@ -244,8 +260,7 @@ class Captures:
         if "auto" not in self._how:
             raise ValueError(text)
         self._off = text
-        for form in self._forms:
-            self._drop(form)
+        self.drop()
 
 
 _REMEMBERED: Final = 16  # forms, of which some may have been captured
