@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from dataclasses import dataclass, replace
@@ -16,10 +15,11 @@ from pipework.assignment.from_plan import planned
 from pipework.integrations import adapter_for
 from pipework.model import mini_batch
 from pipework.model.batchnorm import convert_deferred_batch_norm
-from pipework.model.marks import checked_pieces
-from pipework.model.parts.check import Weighed, check_loss, check_parts
+from pipework.model.marks import checked_pieces, has_micro_batches
+from pipework.model.parts.check import Weighed, check_parts, check_rows
 from pipework.model.parts.cut import Cuttable, refuse_own_forward
 from pipework.model.parts.following import Following, own_parameters, take_over
+from pipework.model.parts.outputs import output_dims
 from pipework.model.parts.part import Part
 from pipework.model.parts.run import Message
 from pipework.model.parts.sample import Arguments, LossPlace, arguments_of, as_given, single_rows
@@ -91,6 +91,7 @@ def attach(
     sample: Any,
     *,
     target: str = "labels",
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
     loss_reduction: str = "mean",
     loss_weight: Callable[[Any], Any] | None = None,
     blocks: Collection[type | str] | None = None,
@@ -112,20 +113,28 @@ def attach(
     """Makes a pipe of a model, and lets the model's forward run in it.
 
     Afterwards `model(**batch)` runs the schedule, and `loss.backward()` delivers the gradients to the model's own
-    parameters. Its class, its names, its state dict and its other methods stay as they were.
+    parameters. Its class, its names, its state dict and its other methods stay as they were. A model that computes no
+    loss gets one, `loss_fn`, and `model(**batch, target=y)` returns it; or its schedule is "gpipe" (or another with all
+    backwards after all forwards), and the call returns what the model returns, for a loss outside of the pipe.
+
+    What a model returns is joined along its rows. A number is averaged by rows. There is None, and a warning, in place
+    of other tensors without rows, such as similarities of rows with each other.
 
     With a mesh all processes call it, with the same model, which may lie on the meta device. Each then has the values
     of its own units only: `model.parameters()` are those, and `model.state_dict()` and `model.generate()` say where the
     others are. `pipe.state_dict()`, `save_checkpoint` and `save_pretrained` are for all processes.
 
     Args:
-        model: any module that computes its loss itself if it is given the target.
-        sample: a small batch, with the target; see `to_sequential`. It decides along which dimension each tensor of
-            later batches is cut: the one that has the sample's number of rows, which no other size may equal; `Chunk`
-            and `NoChunk` in the sample say it themselves. Its first two rows decide what is sent between stages, how
-            labels are counted, and without `balance` the cut.
-        target: the argument of the forward that the loss needs. A call without it returns what the model returns, and
-            is for evaluation only, unless the schedule ("gpipe", "looped-bfs") has all backwards after all forwards.
+        model: any module.
+        sample: a small batch, with the target if the model computes its loss itself; see `to_sequential`. It decides
+            along which dimension each tensor of later batches is cut: the one that has the sample's number of rows,
+            which no other size may equal; `Chunk` and `NoChunk` in the sample say it themselves. Its first two rows
+            decide what is sent between stages, how labels are counted, and without `balance` the cut.
+        target: the argument of the forward that the model's own loss needs. A call without it returns what the model
+            returns, and is for evaluation only, unless the schedule has all backwards after all forwards.
+        loss_fn: from what the model returns for a micro-batch, such as an object with its fields, and from that
+            micro-batch of `target=` to the loss; see `Pipe`. A call is one of a `Pipe` then: `return_output=True`
+            returns a pair. None: the model computes its loss itself, or it is outside.
         loss_reduction: see `Pipe`: what the model itself does over the rows, 'mean' or 'sum'.
         loss_weight: from a micro-batch's target to its weight in the mean; None: what the model's library says, else
             the rows.
@@ -156,9 +165,9 @@ def attach(
         The pipe. `pipe.eval()` is not needed: it follows `model.train()` and `model.eval()`.
 
     Raises:
-        ValueError: the model cannot be cut, the sample lacks the target, has one row or does not tell its rows, it
-            cannot be told how the loss counts labels, or the pipe would give another result or train with another loss
-            than the model; the message says why.
+        ValueError: the model cannot be cut, there is no loss and the schedule needs one, the sample has one row or does
+            not tell its rows, it cannot be told how the loss counts labels, or the pipe would give another result or
+            train with another loss than the model; the message says why.
 
     Example:
         >>> class Net(nn.Module):
@@ -175,48 +184,48 @@ def attach(
         >>> model(**batch)["loss"].backward()
         >>> model.blocks[0].weight.grad.shape
         torch.Size([4, 4])
+        >>> model, x = Net(), torch.randn(8, 4)
+        >>> pipe = attach(model, x, loss_fn=nn.functional.mse_loss, chunks=4, devices=["cpu", "cpu"])
+        >>> model(x, target=torch.zeros(8, 4)).backward()
     """
     # 1. What is asked for is checked, and the sample says what the forward takes.
     settings = Settings.of(locals())
     _refuse_attached_or_wrapped(model)
     refuse_own_forward(model)
-    forward = ForwardArguments(signature_of(type(model).forward.__get__(model)), target)
-    arguments, keywords = arguments_of(sample)
-    if target not in (names := forward.by_name(arguments, keywords)):
-        raise ValueError(
-            f"the sample has no {target!r} (it has {', '.join(map(repr, names))}), so the forward would compute no "
-            "loss: put it in, or name the argument that the loss needs with target="
-        )
-    layout = Layout(positional_names(model), target)
+    layout = Layout(positional_names(model), target if loss_fn is None else "target")
     if split is None:
-        layout = Layout.of_sample(layout.names, target, *as_given(sample))
+        layout = Layout.of_sample(layout.names, layout.target, *as_given(sample))
     layout.is_given = True
-    # 2. A dry run shows how the model may be cut, where its loss is, and how that counts labels.
+    # 2. A dry run shows how the model may be cut, what it returns, where its loss is, and how that counts labels.
     if deferred_batch_norm:
         convert_deferred_batch_norm(model, chunks)
     adapter = adapter_for(model)
     cuttable = Cuttable(model, sample, blocks=blocks, adapter=adapter, has_rows=split is None)
-    place = LossPlace.in_result(cuttable.result)
+    forward = ForwardArguments(signature_of(type(model).forward.__get__(model)), target)
+    names = forward.by_name(*cuttable.sample)
+    place = LossPlace.in_result(cuttable.result) if loss_fn is None and target in names else None
     if place is None:
-        raise ValueError(
-            f"the forward of {type(model).__name__} returned no loss for the sample: wanted a 0-dimensional tensor, "
-            "alone, as 'loss' of what it returns, or as the first element of a tuple"
-        )
-    if loss_weight is None and loss_reduction == "mean":
-        loss_weight = adapter.loss_weight(
-            forward.argument_of(cuttable.sample, target),
-            cuttable.result,
-            lambda labels: cuttable.result_of(*forward.with_argument(cuttable.sample, target, labels)),
-        )
-    own_split = None if split is None else functools.partial(forward.split, split)
-    settings = replace(settings, loss_fn=place, loss_weight=loss_weight, split=own_split)
-    # 3. The model is cut into a part for each stage, and parts and loss are compared with the model's own.
+        forward = replace(forward, target=None)
+    else:
+        if loss_weight is None and loss_reduction == "mean":
+            loss_weight = adapter.loss_weight(
+                names[target],
+                cuttable.result,
+                lambda labels: cuttable.result_of(*forward.with_argument(cuttable.sample, target, labels)),
+            )
+        settings = replace(settings, loss_fn=place, loss_weight=loss_weight)
+    settings = replace(settings, split=None if split is None else functools.partial(forward.split, split))
+    # 3. The model is cut into a part for each stage, and parts, loss and outputs are compared with the model's own.
     if plan is not None:
         settings = planned(settings, cuttable.sequential(), usual="1f1b")
     layers = cuttable.sequential(_balance(cuttable, settings) if settings.balance is None else settings.balance)
+    if settings.loss_fn is None:
+        _refuse_without_loss(cuttable, layers, settings, target, names)
+    if split is None and not has_micro_batches(*as_given(sample)):
+        layout.outputs = output_dims(cuttable, layout)
     if check and mesh is None:
         check_parts(cuttable, layers)
-        _check_loss(cuttable, sample, settings, forward, place)
+        _check_rows(cuttable, sample, settings, forward, place, layout)
     # 4. A pipe of the parts is made, and the model's forward runs in it.
     pipe = Pipe(layers, **vars(settings) | {"balance": [1] * len(layers), "plan": None})
     pipe._executor.settings = replace(pipe._executor.settings, plan=plan)  # the plan is of units
@@ -224,7 +233,7 @@ def attach(
     _leave_to_others(model, pipe, layers, cuttable)
     pipe._attached = AttachedModel(model, pipe, cuttable, forward)
     model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
-    if loss_reduction == "mean":
+    if place is not None and loss_reduction == "mean":
         adapter.weighs(target, loss_weight)
     return pipe
 
@@ -266,20 +275,49 @@ def _balance(cuttable: Cuttable, settings: Settings) -> list[int]:
     return balance_by_time(len(balance), layers, message, devices=assignment.partitioning.devices)
 
 
-def _check_loss(
-    cuttable: Cuttable, sample: Any, settings: Settings, forward: ForwardArguments, place: LossPlace
+def _refuse_without_loss(
+    cuttable: Cuttable, layers: nn.Sequential, settings: Settings, target: str, names: Collection[str]
 ) -> None:
-    """Compares the model's loss for a few rows, or for what `split=` makes of the sample, with that of the pipe."""
+    """Raises a ValueError if there is no loss, and the schedule has backwards before the last forward."""
+    devices = backend_for(settings.mesh, settings.devices).devices
+    assignment = assign(layers, settings.schedule, settings.chunks, [1] * len(layers), devices)
+    if assignment.loss_may_be_outside(settings.chunks):
+        return
+    why = f"the sample has no {target!r} (it has {', '.join(map(repr, names))})"
+    if target in names:
+        why = (
+            f"the forward of {type(cuttable.model).__name__} returned no loss for the sample (wanted a 0-dimensional "
+            "tensor, alone, as 'loss' of what it returns, or as the first element of a tuple)"
+        )
+    raise ValueError(
+        f"{why}, and schedule {assignment.schedule(settings.chunks).name!r} needs a loss inside of the pipe. If the "
+        "model computes its loss, put the target into the sample (target= names its argument). If it does not, give a "
+        "loss, attach(model, sample, loss_fn=lambda output, target: ...), and call model(**batch, target=y); or "
+        "compute it outside: with schedule='gpipe', model(**batch) returns what the model returns"
+    )
+
+
+def _check_rows(
+    cuttable: Cuttable,
+    sample: Any,
+    settings: Settings,
+    forward: ForwardArguments,
+    place: LossPlace | None,
+    layout: Layout,
+) -> None:
+    """Compares loss and outputs of a few rows, or of what `split=` makes of the sample, with those of the pipe."""
     kind, rows = "row", []
     if settings.split is None:
         rows = single_rows(sample)
     else:
         kind, given = "micro-batch", arguments_of(sample)
-        pieces = settings.split(*given, forward.argument_of(given, forward.target), 2)
-        rows = [(tuple(inputs), dict(named)) for inputs, named, _ in pieces]
-    weighs = settings.loss_reduction, settings.loss_weight
-    weighed = Weighed(forward.target, *weighs, forward.argument_of, forward.with_argument)
-    check_loss(cuttable, rows, kind, place.read, weighed)
+        target = None if place is None else forward.argument_of(given, str(forward.target))
+        rows = [(tuple(inputs), dict(named)) for inputs, named, _ in settings.split(*given, target, 2)]
+    weighed = None
+    if place is not None:
+        weighs = settings.loss_reduction, settings.loss_weight
+        weighed = Weighed(str(forward.target), place.read, *weighs, forward.argument_of, forward.with_argument)
+    check_rows(cuttable, rows, kind, weighed, layout.outputs)
 
 
 def _leave_to_others(model: nn.Module, pipe: Pipe, layers: nn.Sequential, cuttable: Cuttable) -> None:
@@ -300,11 +338,11 @@ class ForwardArguments:
 
     Attributes:
         signature: of the forward.
-        target: the name of the argument that the loss needs.
+        target: the name of the argument that the model's own loss needs; None: it has none.
     """
 
     signature: inspect.Signature
-    target: str
+    target: str | None
 
     def by_name(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name."""
@@ -348,9 +386,9 @@ class ForwardArguments:
     ) -> list[Piece]:
         """The micro-batches that a function of the user's makes of all arguments but the target, by their names."""
         names = self.by_name(arguments, keywords)
-        names.pop(self.target, None)
+        names.pop(self.target or "", None)
         parts = checked_pieces(function, (), names, target, chunks)
-        if target is None:
+        if target is None or self.target is None:
             return parts
         return [(inputs, {**named, self.target: of}, of) for inputs, named, of in parts]
 
@@ -375,48 +413,55 @@ class AttachedModel:
         self._following = Following(cuttable, parts, is_whole=len(pipe) == sum(pipe.balance))
 
     def call_of(
-        self, pipe: Pipe, arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        """Makes the pipe as the model is now.
-
-        Returns:
-            What the pipe is called with for these arguments of the model, and these by name.
-        """
+        """What the pipe is called with for these arguments of the model, and these by name."""
+        names = self.forward.by_name(arguments, keywords)
         keywords = self.adapter.mini_batch(keywords)
         if not _OF_PIPE.isdisjoint(keywords):
             arguments, keywords = self.forward.by_position(arguments, keywords)
+        return arguments, keywords, names
+
+    def follow(self, pipe: Pipe) -> None:
+        """Makes the pipe as the model is now."""
         self._following.update()
         pipe.training = self.model.training
-        return arguments, keywords, self.forward.by_name(arguments, keywords)
 
 
 class AttachedForward:
     """The forward of a model to which a pipe is attached."""
 
     def __init__(
-        self, attached: AttachedModel, pipe: Pipe, result: Any, place: LossPlace, outputs: Literal["last", "all"]
+        self,
+        attached: AttachedModel,
+        pipe: Pipe,
+        result: Any,
+        place: LossPlace | None,
+        outputs: Literal["last", "all"],
     ) -> None:
-        self._attached, self._pipe, self._place, self._outputs = attached, pipe, place, outputs
-        self._form = nested.replaced(result, Tensor, lambda tensor: None)
+        self._attached, self._pipe, self._result, self._place, self._outputs = attached, pipe, result, place, outputs
         self.__signature__ = attached.forward.signature
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the model returns for a batch; in training with the loss alone."""
+        """What the model returns for a batch; in training with its loss alone. With `target=` see `Pipe`."""
         attached, pipe = self._attached, self._pipe
-        model, target = attached.model, attached.target
+        model, adapter = attached.model, attached.adapter
         if arguments and arguments[0] is model:  # Accelerate binds what it takes out of its wrapper again
             arguments = arguments[1:]
-        if attached.adapter.is_generating(keywords):  # with a cache, the model runs by itself, and needs all layers
+        if adapter.is_generating(keywords):  # with a cache, the model runs by itself, and needs all layers
             return type(model).forward(model, *arguments, **keywords)
-        scale = None if "loss_scale" in self.__signature__.parameters else keywords.pop("loss_scale", None)
-        arguments, keywords, names = attached.call_of(pipe, arguments, keywords)
-        labels = names.get(target)
+        options = {"outputs": self._outputs}
+        for name in ("loss_scale",) if self._place is not None else _OF_PIPE:
+            if name in keywords and name not in self.__signature__.parameters:
+                options[name] = keywords.pop(name)
+        arguments, keywords, names = attached.call_of(arguments, keywords)
+        target = None if attached.target is None else names.get(attached.target)
+        if self._place is None or target is None:
+            return adapter.form(pipe(*arguments, **keywords, **options), names)
         trains = model.training and torch.is_grad_enabled()
-        if labels is None:
-            return pipe(*arguments, **keywords, loss_scale=scale, outputs=self._outputs)
-        options = {"return_output": not trains, "loss_scale": scale, "outputs": self._outputs}
-        got = pipe(*arguments, **keywords, target=labels, **options)
+        got = pipe(*arguments, **keywords, target=target, return_output=not trains, **options)
         loss, result = (got, None) if trains else got
-        if result is None:
-            result = attached.adapter.form(copy.copy(self._form), names)
-        return self._place.put(loss, result)
+        if result is not None:
+            return self._place.put(loss, adapter.form(result, names))
+        form = nested.replaced(adapter.form(self._result, names), Tensor, lambda tensor: None)
+        return self._place.put(loss, form)

@@ -10,7 +10,8 @@ import torch
 from pipework.autograd.nodes import UndeliveredLosses
 from pipework.model.loss.check import loss_warnings
 from pipework.model.loss.settings import may_be_other
-from pipework.model.row_warnings import OutputRows, batch_second_noticed, modules_with_batch_second
+from pipework.model.marks import MIXED
+from pipework.model.row_warnings import IGNORE, OutputRows, batch_second_noticed, modules_with_batch_second
 from pipework.spot_checks import FIRST
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pipework.autograd.nodes import LossInside
     from pipework.model.loss.settings import LossSettings
     from pipework.model.mini_batch import MiniBatch
+    from pipework.model.row_dimensions import Layout
     from pipework.runtime.step import Step
     from pipework.runtime.transport import Message
 
@@ -44,7 +46,7 @@ class Doubts:
 
     def expect_new_layers(self) -> None:
         """The next mini-batch that is cut shows how the layers treat rows, and whether the loss is a mean of rows."""
-        self._checks_inputs = self._checks_loss = True
+        self._checks_inputs = self._checks_loss = self._checks_outputs = True
         self._output_rows = OutputRows()
 
     def of_targets(self, batch: MiniBatch, settings: LossSettings) -> list[Any] | None:
@@ -93,7 +95,20 @@ class Doubts:
         casts = filter(torch.is_autocast_enabled, kinds)
         return torch.float16 in {*[each.dtype for each in parameters], *map(torch.get_autocast_dtype, casts)}
 
-    def of_outputs(self, batch: MiniBatch, outputs: Sequence[Message]) -> None:
-        """Looks whether dimension 0 of the outputs, along which they are joined, is that of the rows."""
-        if self.warns and batch.is_cut:
+    def of_outputs(self, batch: MiniBatch, outputs: Sequence[Message], layout: Layout) -> None:
+        """Looks whether dimension 0 of the outputs, along which they are joined, is that of the rows.
+
+        Of the outputs of which more is known, those that are not made of rows are named.
+        """
+        if not self.warns or not batch.is_cut:
+            return
+        if layout.outputs is None:
             batch.warnings += self._output_rows.warnings(outputs, batch.rows)
+        elif self._checks_outputs:
+            self._checks_outputs = False
+            if mixed := [name for name, dim in layout.of_outputs(*outputs[0]).items() if dim == MIXED]:
+                batch.warnings.append(
+                    f"the pipe returns None in place of {', '.join(mixed)}: no dimension has the rows of the batch, so "
+                    "that those of micro-batches do not make that of the whole batch. Compute it outside of the pipe, "
+                    f"from what has rows: {IGNORE}"
+                )

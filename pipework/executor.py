@@ -236,8 +236,8 @@ class Executor:
         """5 if the caller computes the loss: the outputs, whose backward lets the workers go backward."""
         if not results:  # they are in another process
             return None
-        outputs = batch.joined(results)
-        self.doubts.of_outputs(batch, results)
+        outputs = batch.joined(results, self.layout)
+        self.doubts.of_outputs(batch, results, self.layout)
         tensors = outputs.tensors
         if call.grad and any(outputs.differentiable):
             shared = LossOutside(step, cut=outputs.cut, join=batch.pieces.join)  # what 6 does
@@ -274,8 +274,8 @@ class Executor:
         if not (call.everywhere or self._backend.is_last):
             return loss, None
         results = [(tensors[1:], structure) for tensors, structure in results]
-        outputs = batch.joined(results)
-        self.doubts.of_outputs(batch, results)
+        outputs = batch.joined(results, self.layout)
+        self.doubts.of_outputs(batch, results, self.layout)
         return loss, outputs.value(outputs.tensors)
 
     @contextlib.contextmanager

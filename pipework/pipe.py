@@ -385,6 +385,8 @@ class Pipe(Layers):
             if target is not None:
                 raise ValueError("a pipe without layers has no loss: leave the target out")
             return nn.Sequential()(*inputs, **keyword_inputs)
+        if self._attached is not None:
+            self._attached.follow(self)
         what = "training step" if self.training and torch.is_grad_enabled() else "evaluation"
         with ShortTracebacks(), generators_given_up(), self._backend.calling(what):
             self._refuse_changed_partitions()

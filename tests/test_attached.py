@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipework import Plan, attach, plan, to_sequential
+from pipework import PipeWarning, Plan, attach, plan, to_sequential
 from pipework.model.checkpoint import MODES
 from pipework.model.parts.cut import Cuttable
+from pipework.values import nested
 from tests.helpers import saved_and_loaded
 from tests.model.parts.harness import assert_exact, assert_same, attached, loss_in, plain_step
 from tests.model.parts.models import (
@@ -426,9 +428,10 @@ def test_uses_of_attach_that_are_refused() -> None:
         attached(model, batch)
     del model.forward
     attached(model, batch)
-    with pytest.raises(ValueError, match="the sample has no 'labels'"):
-        attach(Plain(), {"x": batch["x"]})
-    with pytest.raises(ValueError, match="returned no loss for the sample"):
+    ways = r".*schedule '1f1b' needs .*target= names .*loss_fn=lambda output, target: .*target=y.*schedule='gpipe'"
+    with pytest.raises(ValueError, match=r"the sample has no 'labels' \(it has 'x'\)" + ways):
+        attached(Plain(), {"x": batch["x"]})
+    with pytest.raises(ValueError, match="the forward of Plain returned no loss for the sample" + ways):
         attached(Plain(), {**batch, "labels": None})
 
 
@@ -519,3 +522,194 @@ def test_a_model_that_is_wrapped_is_refused() -> None:
     model = nn.DataParallel(Plain())
     with pytest.raises(ValueError, match=r"attach got a model in DataParallel.*attach the pipe to the model itself"):
         attach(model, batch_of(Plain))
+
+
+@dataclasses.dataclass
+class Denoised:
+    """What a denoiser returns."""
+
+    sample: Tensor
+    steps: Tensor
+    name: str = "denoised"
+
+
+class Denoiser(nn.Module):
+    """As those of diffusers: it computes no loss, and takes some arguments by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Linear(1, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, sample: Tensor, steps: Tensor, outputs: float = 1.0, *, hidden: Tensor | None = None) -> Denoised:
+        shift = self.time(steps[:, None])
+        sample = sample if hidden is None else sample + hidden
+        for block in self.blocks:
+            sample = block(sample + shift)
+        return Denoised(sample * outputs, steps)
+
+
+def of_sample(output: Denoised, target: Tensor) -> Tensor:
+    return functional.mse_loss(output.sample, target)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-v"])
+def test_a_loss_of_the_users_own(schedule: str) -> None:
+    model = Denoiser()
+    plain = copy.deepcopy(model)
+    x, hidden, noise = torch.randn(3, 7, WIDTH)
+    steps = torch.rand(7)
+    options = {"balance": [1, 1, 1, 3] if schedule in ("interleaved-1f1b", "zb-v") else [2, 4], "schedule": schedule}
+    few = {"sample": x[:2], "steps": steps[:2], "hidden": hidden[:2]}
+    pipe = attach(model, few, loss_fn=of_sample, chunks=3, devices=["cpu"] * 2, **options)
+    for call in (model, pipe):
+        model.zero_grad()
+        plain.zero_grad()
+        loss = call(x, steps, hidden=hidden, target=noise)
+        loss.backward()
+        expected = torch.zeros(())
+        pieces = zip(*(each.tensor_split(3) for each in (x, steps, hidden, noise)), strict=True)
+        for sample, step, own, target in pieces:
+            part = of_sample(plain(sample, step, hidden=own), target) * (len(sample) / 7)
+            part.backward()
+            expected = expected + part.detach()
+        assert torch.equal(loss.detach(), expected)
+        assert_same(model, plain)
+    assert pipe.verify(x, steps, target=noise)
+    model.eval()
+    with torch.no_grad():
+        loss, output = model(x, steps, outputs=2.0, target=noise, return_output=True)
+        assert torch.equal(model(x, steps, outputs=2.0).sample, output.sample)
+    torch.testing.assert_close(loss, of_sample(plain(x, steps, 2.0), noise))
+    assert (output.steps.equal(steps), output.name) == (True, "denoised")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'labels'"):
+        model(x, steps, labels=noise)
+    if schedule != "gpipe":
+        with pytest.raises(ValueError, match=r"got no target: call pipe\(x, target=y\)"):
+            model.train()(x, steps)
+
+
+def test_a_loss_of_several_rows_is_noticed() -> None:
+    """A contrastive loss inside of the pipe sees the rows of a micro-batch alone."""
+
+    class TwoTowers(Denoiser):
+        def forward(self, x: Tensor) -> Any:
+            for block in self.blocks:
+                x = block(x)
+            return x, self.time.weight.norm()
+
+    def contrastive(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return functional.cross_entropy(output[0] @ target.T * output[1], torch.arange(len(target)))
+
+    model, x = TwoTowers(), torch.randn(8, WIDTH)
+    attach(model, x, loss_fn=contrastive, chunks=4, devices=["cpu"] * 2)
+    with pytest.warns(PipeWarning, match=r"is no mean over rows: .*schedule='gpipe', and the loss of pipe\(x\)"):
+        model(x, target=x).backward()
+
+
+# What a model makes of its last layer's output, of the shape [rows, WIDTH], and a loss of that.
+OUTSIDE: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "rows": (lambda model, x: x, lambda output: output.square().mean()),
+    "contrastive": (
+        lambda model, x: (x[:, :2], x[:, 2:4], model.scale.exp()),
+        lambda output: functional.cross_entropy(output[0] @ output[1].T * output[2], torch.arange(7)),
+    ),
+    "questions": (
+        lambda model, x: {"start_logits": x[:, :3], "end_logits": x[:, 3:], "loss": None},
+        lambda output: output["start_logits"].logsumexp(0).sum() - output["end_logits"][:, 0].mean(),
+    ),
+    "detection": (
+        lambda model, x: {"boxes": x.unflatten(1, (2, -1)).sigmoid(), "auxiliary": [{"boxes": x}], "size": (3, 4)},
+        lambda output: output["boxes"].amax((0, 1)).sum() + output["auxiliary"][0]["boxes"].std(),
+    ),
+    "rows in the second dimension": (
+        lambda model, x: [x.T, torch.stack([x, x + 1]).flatten(0, 0)],
+        lambda output: (output[0] @ output[1].sum(0)).trace(),
+    ),
+}
+
+
+class Outside(nn.Module):
+    def __init__(self, last: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.last = [last]
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.last[0](self, x) if labels is None else {"loss": functional.mse_loss(x, labels)}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_without_a_loss_the_call_returns_what_the_model_returns(name: str) -> None:
+    last, loss_of_output = OUTSIDE[name]
+    model, x = Outside(last), torch.randn(7, WIDTH)
+    plain = copy.deepcopy(model)
+    options = {"schedule": "gpipe", "chunks": 3, "devices": ["cpu"] * 2}
+    pipe = attach(model, (x[:2],), **options)
+    output, expected = model(x), plain(x)
+    assert nested.same(nested.flatten(output)[1], nested.flatten(expected)[1])
+    loss_of_output(output).backward()
+    loss_of_output(expected).backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+    found = pipe.verify(x)
+    assert found, found
+    assert all(each.difference == 0 for each in found.compared if each.against == "micro-batches"), found
+    with torch.no_grad():
+        tensors, structure = nested.flatten(model(x))
+        parts = [nested.flatten(plain(part))[0] for part in x.tensor_split(3)]
+    assert nested.same(structure, nested.flatten(expected)[1])
+    for tensor, *pieces in zip(tensors, *parts, strict=True):
+        dim = next((dim for dim, size in enumerate(tensor.shape) if size == 7), None)
+        assert torch.equal(tensor, pieces[0] if dim is None else torch.cat(pieces, dim))
+    with pytest.raises(ValueError, match=r"returned output\['loss'\], a number .* not return for the sample.*labels"):
+        model(x, labels=x)
+
+
+def test_what_is_not_made_of_rows_is_left_out_and_named() -> None:
+    def last(model: Any, x: Tensor) -> Any:
+        return {"x": x, "similarities": x @ x.T, "more": (x.mean(0), 3)}
+
+    model, x = Outside(last), torch.randn(8, WIDTH)
+    attach(model, (x[:2],), schedule="gpipe", chunks=4, devices=["cpu"] * 2)
+    with pytest.warns(PipeWarning, match=r"None in place of output\['similarities'\], output\['more'\]\[0\]: no dim"):
+        output = model(x)
+    assert (output["similarities"], output["more"]) == (None, (None, 3))
+    output["x"].sum().backward()
+    assert model(x)["x"].shape == x.shape, "it is told once"
+
+
+def test_rows_that_are_computed_together_are_refused() -> None:
+    def last(model: Any, x: Tensor) -> Any:
+        return {"x": x, "centred": x - x.mean(0), "noise": x + torch.randn_like(x)}
+
+    model, x = Outside(last), torch.randn(8, WIDTH)
+    options = {"schedule": "gpipe", "chunks": 4, "devices": ["cpu"] * 2}
+    with pytest.raises(
+        ValueError, match=r"Outside returns another output\['centred'\] for the first 2 rows of the sam"
+    ):
+        attach(model, (x,), **options)
+    assert "forward" not in vars(model)
+    with pytest.raises(ValueError, match=r"nothing shows whether what Outside returns .* has one row: .*with split="):
+        attach(model, (x[:1],), **options)
+    attach(model, (x,), check=False, **options)
+
+
+def test_beside_a_loss_that_is_right_such_rows_are_left_out() -> None:
+    def last(model: Any, x: Tensor) -> Any:
+        return None
+
+    class Beside(Outside):
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            for block in self.blocks:
+                x = block(x)
+            return {"loss": functional.mse_loss(x, labels), "x": x, "centred": x - x.mean(0)}
+
+    model, x = Beside(last).eval(), torch.randn(8, WIDTH)
+    attach(model, {"x": x, "labels": x}, chunks=4, devices=["cpu"] * 2)
+    with pytest.warns(PipeWarning, match=r"None in place of output\['centred'\]: "), torch.no_grad():
+        output = model(x, x)
+    assert (output["centred"], output["x"].shape) == (None, x.shape)

@@ -103,6 +103,10 @@ class Assignment:
         count = checkpointed_micro_batches(checkpoint, micro_batches)
         return with_recompute(self.schedule(micro_batches), count, loss_outside=loss_outside)
 
+    def loss_may_be_outside(self, micro_batches: int) -> bool:
+        """Whether all forwards come before all backwards."""
+        return Program.of(self.schedule(micro_batches)).loss_may_be_outside
+
     def _own(self, micro_batches: int) -> Schedule:
         """The user's own schedule for so many micro-batches, as it is."""
         assert isinstance(self.source, Schedule)

@@ -24,14 +24,15 @@ from transformers.utils import output_capturing
 
 from pipework import torch_private
 from pipework.model.parts.adapter import Adapter, SideOutputs
+from pipework.model.parts.leaves import flatten, held_by, unflatten
 from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _SIDE_OUTPUTS = ("output_hidden_states", "output_attentions")
-_KEPT = ("loss", "logits")  # of what a model returns
 _ITEMS = "num_items_in_batch"
+_FORM = "return_dict"
 _CACHES = ("past_key_values", "cache")  # until transformers 5.23, and since
 _ROUTERS = "output_router_logits"
 _USUAL: Final = -100  # in labels, where a model counts nothing
@@ -99,14 +100,14 @@ class TransformersAdapter(Adapter):
         """Without a cache, which would be a state of every part.
 
         Raises:
-            ValueError: more is asked for than the loss and the logits, or the model recomputes its layers itself.
+            ValueError: hidden states or attentions are asked for, or the model recomputes its layers itself.
         """
         self._refuse_recomputation()
         asked = [name for name in _SIDE_OUTPUTS if keywords.get(name)]
         if asked:
             raise ValueError(
-                f"a pipe returns the loss and the logits of {type(self._model).__name__}, and {asked[0]}=True was "
-                f"asked for: call type(model).forward(model, ..., {asked[0]}=True), which runs without the pipe"
+                f"a pipe returns no hidden states and attentions of {type(self._model).__name__}, and {asked[0]}=True "
+                f"was asked for: call type(model).forward(model, ..., {asked[0]}=True), which runs without the pipe"
             )
         return arguments, {**({"use_cache": False} if self._caches else {}), **keywords}
 
@@ -116,11 +117,15 @@ class TransformersAdapter(Adapter):
         self._weight = len if weight is None else weight
 
     def mini_batch(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        """With the number by which a model divides its summed loss, such as that of all tokens, per unit of weight.
+        """The pipe's own keyword arguments: a result has names in the pipe, whatever form the call asks for.
+
+        The number by which a model divides its summed loss, such as that of all tokens, is there per unit of weight.
 
         Trainers give this number, for all mini-batches of a step of the optimizer. The pipe takes the weighted mean of
         its micro-batches' losses, so that each micro-batch must divide by its share of the number.
         """
+        if keywords.get(_FORM) is False:
+            keywords = {name: value for name, value in keywords.items() if name != _FORM}
         items, target = keywords.get(_ITEMS), keywords.get(self._target or "")
         if items is None or self._target is None:
             return keywords
@@ -138,14 +143,13 @@ class TransformersAdapter(Adapter):
         return {**keywords, _ITEMS: keywords[_ITEMS] * self._weight(keywords[self._target])}
 
     def result(self, output: Any) -> Any:
-        """Loss and logits."""
-        if not hasattr(output, "keys"):
-            return output
-        return type(output)(**{name: output[name] for name in _KEPT if output.get(name) is not None})
+        """Without objects that hold tensors, such as caches, which would be a state of every part."""
+        leaves, form = flatten(output)
+        return unflatten([None if not isinstance(each, Tensor) and held_by(each) else each for each in leaves], form)
 
-    def form(self, usual: Any, keywords: Mapping[str, Any]) -> Any:
+    def form(self, result: Any, keywords: Mapping[str, Any]) -> Any:
         """A tuple if the call asks for one."""
-        return (None, None) if keywords.get("return_dict") is False else usual
+        return result.to_tuple() if keywords.get(_FORM) is False and hasattr(result, "to_tuple") else result
 
     def is_generating(self, keywords: Mapping[str, Any]) -> bool:
         """Whether there is a cache."""

@@ -20,6 +20,9 @@ NO_ROWS: Final = -1
 WHOLE: Final = -1
 """In place of the dimension along which a tensor is cut: every micro-batch gets all of it."""
 
+MIXED: Final = -2
+"""In place of the dimension along which a tensor is joined: it is not made of rows, such as similarities of rows."""
+
 Piece = tuple[Sequence[Any], Mapping[str, Any], Any]
 """A micro-batch: its positional arguments, its keyword arguments, and its target."""
 

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from pipework.model.marks import NO_ROWS, WHOLE, MicroBatches, flattened, has_micro_batches, is_dense, values_for_each
+from pipework.model.marks import (
+    MIXED,
+    NO_ROWS,
+    WHOLE,
+    MicroBatches,
+    flattened,
+    has_micro_batches,
+    is_dense,
+    values_for_each,
+)
 from pipework.model.row_dimensions import Layout, not_dense
 from pipework.values import nested
 
@@ -280,9 +289,14 @@ class MiniBatch:
         pairs = zip(self.rows, values, strict=True)
         self.weighing = [own if alike and own == value.rows else NO_ROWS for own, value in pairs]
 
-    def joined(self, outputs: Sequence[Message]) -> Outputs:
-        """The outputs of the mini-batch: joined along rows; those of micro-batches of the caller's stay apart."""
-        return join(outputs, self.rows) if self.is_cut else _apart(outputs)
+    def joined(self, outputs: Sequence[Message], layout: Layout) -> Outputs:
+        """The outputs of the mini-batch: joined along rows; those of micro-batches of the caller's stay apart.
+
+        Args:
+            outputs: of the micro-batches.
+            layout: what is known of them.
+        """
+        return join(outputs, self.rows, layout) if self.is_cut else _apart(outputs)
 
 
 def split(
@@ -341,10 +355,17 @@ def arguments_of(message: Message) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return arguments, keywords
 
 
-def join(outputs: Sequence[Message], rows: Sequence[int]) -> Outputs:
+def join(outputs: Sequence[Message], rows: Sequence[int], layout: Layout | None = None) -> Outputs:
     """Joins the outputs of micro-batches.
 
-    Tensors are concatenated, 0-dimensional ones averaged by rows, other values collected in a list.
+    Tensors are concatenated, 0-dimensional ones averaged by rows, other values collected in a list. If it is known what
+    a model returns, a value that is the same for all stays alone, and there is None for a tensor that is not made of
+    rows.
+
+    Args:
+        outputs: of the micro-batches.
+        rows: of each.
+        layout: what is known of the outputs; None: nothing.
 
     Raises:
         ValueError: the outputs of two micro-batches differ in structure.
@@ -358,18 +379,25 @@ def join(outputs: Sequence[Message], rows: Sequence[int]) -> Outputs:
                 f"micro-batch {number} gave {nested.describe(structure)}; "
                 "let the last layer return the same nesting for every number of rows"
             )
-    columns = list(zip(*(tensors for tensors, _ in outputs), strict=True))
+    is_known = layout is not None and layout.outputs is not None
+    every = [0] * len(outputs[0][0]) if layout is None or not is_known else [*layout.of_outputs(*outputs[0]).values()]
+    kept = [number for number, dim in enumerate(every) if dim != MIXED]
+    dims = [every[number] for number in kept]
+    columns = [[tensors[number] for tensors, _ in outputs] for number in kept]
     total = max(1, sum(rows))
     shares = [count / total for count in rows]
-    sizes = [[part.shape[0] for part in column] if column[0].dim() else None for column in columns]
-    together = nested.collect([structure for _, structure in outputs])
+    pairs = zip(columns, dims, strict=True)
+    sizes = [[part.shape[dim] for part in column] if column[0].dim() else None for column, dim in pairs]
+    together = nested.reduced(nested.collect([structure for _, structure in outputs], equal_once=is_known), kept)
 
     def cut(gradients: Sequence[Tensor | None]) -> list[tuple[Tensor | None, ...]]:
-        pieces = [_cut_gradient(*each, shares) for each in zip(gradients, sizes, strict=True)]
+        pieces: list[Sequence[Tensor | None]] = [[None] * len(rows) for _ in every]
+        for number, gradient, own, dim in zip(kept, gradients, sizes, dims, strict=True):
+            pieces[number] = _cut_gradient(gradient, own, dim, shares)
         return list(zip(*pieces, strict=True))
 
     return Outputs(
-        tuple([_joined([part.detach() for part in column], shares) for column in columns]),
+        tuple([_joined([p.detach() for p in column], dim, shares) for column, dim in zip(columns, dims, strict=True)]),
         tuple([any(part.requires_grad for part in column) for column in columns]),
         lambda tensors: nested.unflatten(tensors, together),
         cut,
@@ -489,15 +517,15 @@ def _total(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _cut_gradient(
-    gradient: Tensor | None, sizes: Sequence[int] | None, shares: Sequence[float]
+    gradient: Tensor | None, sizes: Sequence[int] | None, dim: int, shares: Sequence[float]
 ) -> Sequence[Tensor | None]:
     """For each micro-batch the gradient of its part of one output tensor."""
     if gradient is None:
         return [None] * len(shares)
-    return [gradient * share for share in shares] if sizes is None else gradient.split_with_sizes(list(sizes))
+    return [gradient * share for share in shares] if sizes is None else gradient.split_with_sizes(list(sizes), dim)
 
 
-def _joined(column: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+def _joined(column: Sequence[Tensor], dim: int, shares: Sequence[float]) -> Tensor:
     if column[0].dim() == 0:
         return _total([part * share for part, share in zip(column, shares, strict=True)])
-    return torch.cat(list(column)) if len(column) > 1 else column[0]
+    return torch.cat(list(column), dim) if len(column) > 1 else column[0]

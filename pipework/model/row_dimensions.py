@@ -117,6 +117,8 @@ class Layout:
     Attributes:
         dims: for each value by its name, such as ``images[0]``, the dimension of its rows, or `WHOLE`.
         is_given: whether it is of a model's own forward, and stays when a layer is replaced.
+        outputs: for each tensor that a model returns, by its name, such as ``output['logits']``, the dimension of its
+            rows, or `MIXED`; None: nothing is known.
     """
 
     def __init__(self, names: Sequence[str] = (), target: str = "target") -> None:
@@ -124,6 +126,7 @@ class Layout:
         self.target = target
         self.dims: dict[str, int] = {}
         self.is_given = False
+        self.outputs: dict[str, int] | None = None
         # How many entries lists and objects had in earlier batches. A list of 3 names beside 8 rows has no name for
         # each row. So where a later batch has 3 rows and the list still has 3 names, it is not taken for one of rows.
         self._entries: dict[str, int | None] = {}
@@ -171,8 +174,8 @@ class Layout:
         if unclear:
             raise ValueError(
                 f"the sample has {rows} rows (dimension {first.mark} of {first.name!r}), and does not say how "
-                f"other batches are to be cut: {', '.join(unclear)}. Take a sample of a number of rows that no other "
-                f"size equals, or mark values in it: {_WAYS}"
+                f"other batches are to be cut: {', '.join(unclear)}. Take a sample of a number of "
+                f"rows that no other size equals, or mark values in it: {_WAYS}"
             )
         return layout
 
@@ -243,6 +246,53 @@ class Layout:
                 self.learn(Learned({}, entries, []))
         found = {name: self.dims.get(name, 0) for name, value, _ in nodes if isinstance(value, Tensor)}
         return _in_order(nodes, found, flat)
+
+    def of_outputs(self, tensors: tuple[Tensor, ...], structure: Structure | None) -> dict[str, int]:
+        """The dimension of the rows of each tensor of an output, or `MIXED`, by its name: 0, unless more is known.
+
+        Raises:
+            ValueError: there is a number that the model did not return for the sample, such as a loss.
+        """
+        names: dict[int, str] = {}
+        for name, value, _ in values_in("output", nested.unflatten(tensors, structure)):
+            if isinstance(value, Tensor):
+                names.setdefault(id(value), name)
+                if self.outputs is not None and not value.dim() and name not in self.outputs:
+                    raise ValueError(
+                        f"the model returned {name}, a number that it did not return for the sample, and so it is not "
+                        "known how those of micro-batches make that of the mini-batch: attach the pipe with a sample "
+                        "for which the model returns it, such as one with labels, or leave out what makes it return it"
+                    )
+        return {names[id(tensor)]: (self.outputs or {}).get(names[id(tensor)], 0) for tensor in tensors}
+
+    def of_other_rows(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[int, int, tuple[Any, ...], dict[str, Any]]:
+        """The arguments for the first row, or for the only row twice.
+
+        Returns:
+            How many rows the arguments had, how many they have now, and these arguments.
+
+        Example:
+            >>> layout = Layout()
+            >>> layout.dims = {"x": 1}
+            >>> rows, fewer, _, keywords = layout.of_other_rows((), {"x": torch.zeros(3, 2), "scale": 2.0})
+            >>> rows, fewer, keywords["x"].shape
+            (2, 1, torch.Size([3, 1]))
+        """
+        nodes = self._named_values(arguments, keywords)
+        dims = {id(value): self.dims.get(name, WHOLE) for name, value, _ in nodes if isinstance(value, Tensor)}
+        rows = 0
+
+        def other(tensor: Tensor) -> Tensor:
+            nonlocal rows
+            if (dim := dims[id(tensor)]) == WHOLE:
+                return tensor
+            rows = tensor.shape[dim]
+            return tensor.narrow(dim, 0, 1) if rows > 1 else torch.cat([tensor, tensor], dim)
+
+        arguments, keywords = nested.replaced((arguments, keywords), Tensor, other)
+        return rows, 1 if rows > 1 else 2, arguments, keywords
 
     def _named_values(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Value]:
         for number, value in enumerate(arguments):

@@ -132,7 +132,7 @@ class PlainModel:
                     seeds = [torch.ones_like(root) * batch.loss.seed_scale_in(root.dtype) for root in roots]
                     self._backward(passed, roots, seeds)
                     memory.separate()
-            joined = batch.joined(outputs) if waiting and outputs else None
+            joined = batch.joined(outputs, self._executor.layout) if waiting and outputs else None
             cut = [()] * len(waiting) if joined is None else joined.cut(cotangents_of(joined.tensors))
             for passed, gradients in zip(waiting if grad else (), cut, strict=False):
                 self._backward(passed, passed[-1].sent, gradients)

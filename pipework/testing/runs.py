@@ -111,7 +111,7 @@ class Runs:
         self.captures = None if captures is None else captures.fork()
         executor.doubts = Doubts(warns=False)
         executor.layout = copy.deepcopy(executor.layout)
-        if self.attached is not None and target is not None:
+        if self.attached is not None and self.attached.target is not None and target is not None:
             keywords["target"] = target  # is an argument of the model
         self._call = inputs, keywords, target
         self.plain = PlainModel(pipe, executor, self.attached)
@@ -181,8 +181,9 @@ class Runs:
                 self._trace = LayerTrace(self.plain, self._layers())
             arguments, keywords, target = self._call
             if self.attached is not None:
-                arguments, keywords, names = self.attached.call_of(self.pipe, arguments, keywords)
-                target = names.get(self.attached.target)
+                self.attached.follow(self.pipe)
+                arguments, keywords, names = self.attached.call_of(arguments, keywords)
+                target = target if self.attached.target is None else names.get(self.attached.target)
             torch.default_generator.manual_seed(self._seed)
             made: dict[int, tuple[Tensor, Tensor]] = {}
             arguments, keywords, target = _renewed((arguments, keywords, target), made)
@@ -271,7 +272,7 @@ class Runs:
                 torch.set_num_threads(threads)
             of_inputs = [(tuple([leaf.grad for leaf in pieces]), None) for pieces, _ in batch.micro_batches]
             differentiate(batch.tensors, batch.pieces.join(of_inputs))  # as far as the copies of the caller's tensors
-            outputs = batch.joined(results).tensors if results else ()
+            outputs = batch.joined(results, executor.layout).tensors if results else ()
             gradients = {
                 id(each): torch_private.after_hooks(each, found.get(id(each))) for each in self.pipe.parameters()
             }

@@ -175,8 +175,12 @@ def same_nesting(left: Structure | None, right: Structure | None) -> bool:
     )
 
 
-def collect(structures: Sequence[Structure | None]) -> Structure | None:
+def collect(structures: Sequence[Structure | None], *, equal_once: bool = False) -> Structure | None:
     """One structure for values of the same nesting: each plain value becomes the list of the values of all.
+
+    Args:
+        structures: of the values.
+        equal_once: whether plain values that are the same for all become one value.
 
     Example:
         >>> import torch
@@ -187,10 +191,32 @@ def collect(structures: Sequence[Structure | None]) -> Structure | None:
     first = structures[0]
     if first is None:
         return None
+
+    def is_one(column: tuple[Any, ...]) -> bool:
+        return isinstance(column[0], Place) or (equal_once and all(same(column[0], each) for each in column))
+
     columns = zip(*(structure.leaves for structure in structures if structure is not None), strict=True)
-    return Structure(
-        first.spec, tuple([column[0] if isinstance(column[0], Place) else list(column) for column in columns])
-    )
+    return Structure(first.spec, tuple([column[0] if is_one(column) else list(column) for column in columns]))
+
+
+def reduced(structure: Structure | None, kept: Sequence[int]) -> Structure | None:
+    """The structure of a value with None in place of the tensors that are not kept.
+
+    Args:
+        structure: of the value.
+        kept: the positions of the other tensors.
+
+    Example:
+        >>> import torch
+        >>> (_, second), structure = flatten((torch.zeros(1), torch.ones(1)))
+        >>> unflatten((second,), reduced(structure, [1]))
+        (None, tensor([1.]))
+    """
+    if structure is None:
+        return None if kept else flatten(None)[1]
+    places = {position: Place(number) for number, position in enumerate(kept)}
+    leaves = [places.get(leaf.position) if isinstance(leaf, Place) else leaf for leaf in structure.leaves]
+    return structure._replace(leaves=tuple(leaves))
 
 
 def describe(structure: Structure | None) -> str:

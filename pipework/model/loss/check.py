@@ -94,7 +94,9 @@ def _joined(one: Message, other: Message, shared: Sequence[bool], rows: Sequence
         ValueError: they are not made of rows.
     """
     joined = []
-    for first, second, is_whole in zip(one[0], other[0], shared, strict=True):
+    for first, second, is_shared in zip(one[0], other[0], shared, strict=True):
+        # A number that is the same for both, such as the temperature of a contrastive loss, is that of both together.
+        is_whole = is_shared or (not first.dim() and torch.equal(first, second))
         each, rest = divmod(0 if is_whole else len(first), rows[0])
         # Equal tensors may have nothing to do with rows.
         if not is_whole and (rest or len(second) != each * rows[1] or torch.equal(first, second)):

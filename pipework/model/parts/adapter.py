@@ -81,14 +81,14 @@ class Adapter:
         """What the last part returns of what the forward does."""
         return output
 
-    def form(self, usual: Any, keywords: Mapping[str, Any]) -> Any:
-        """What a call in training returns, without tensors.
+    def form(self, result: Any, keywords: Mapping[str, Any]) -> Any:
+        """A result in the form that a call asks for.
 
         Args:
-            usual: the same for the sample.
+            result: of the pipe.
             keywords: the arguments of the call by name.
         """
-        return usual
+        return result
 
     def is_generating(self, keywords: Mapping[str, Any]) -> bool:
         """Whether a call is one of many in which the model makes its own next input."""

@@ -1,9 +1,10 @@
 """Compares the parts of a model with the model itself on the sample, so that no difference stays unnoticed.
 
-`check_parts` compares what they return. `check_loss` compares the model's loss of a few rows with what the pipe makes
-of its losses of single rows. Training splits a mini-batch, and the loss of the whole is the mean of those of the
-micro-batches, or their sum, only if no row changes the loss of another row, each micro-batch weighs as much as the
-model counts in it, and every tensor is cut along its rows. A comparison of the losses shows all three.
+`check_parts` compares what they return. `check_rows` compares the model's loss of a few rows with what the pipe makes
+of its losses of single rows, and likewise what it returns beside the loss. Training splits a mini-batch, and the loss
+of the whole is the mean of those of the micro-batches, or their sum, only if no row changes the loss of another row,
+each micro-batch weighs as much as the model counts in it, and every tensor is cut along its rows. A comparison of the
+losses shows all three.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
+from pipework.model.marks import MIXED
 from pipework.model.parts.leaves import flatten, mapped, tensors_in
+from pipework.model.parts.outputs import tensors_by_name
 from pipework.model.parts.side_effects import in_mode, put_back
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pipework.model.parts.cut import Cuttable
     from pipework.model.parts.sample import Arguments
@@ -120,6 +123,7 @@ class Weighed:
 
     Attributes:
         target: the name of the argument that the loss needs.
+        loss_of: reads the loss from what the model returns.
         reduction: 'mean' or 'sum'.
         weight: of a micro-batch, from its target; None: its rows.
         argument_of: from the arguments of a micro-batch and a name to that argument; None: it has none.
@@ -127,6 +131,7 @@ class Weighed:
     """
 
     target: str
+    loss_of: Callable[[Any], Tensor]
     reduction: str
     weight: Callable[[Any], Any] | None
     argument_of: Callable[[Arguments, str], Any]
@@ -146,54 +151,107 @@ def _rows_of(target: Any) -> int:
     return len(target) if isinstance(target, Tensor) and target.dim() else 1
 
 
-def check_loss(
-    cuttable: Cuttable, rows: Sequence[Arguments], kind: str, loss_of: Callable[[Any], Tensor], weighed: Weighed
+def check_rows(
+    cuttable: Cuttable, rows: Sequence[Arguments], kind: str, weighed: Weighed | None, dims: dict[str, int] | None
 ) -> None:
     """Raises a ValueError if the pipe would train with another loss than the model itself has.
 
-    The model runs in evaluation mode and without gradients, on the sample of the dry run, and on each of its rows.
+    The model runs in evaluation mode and without gradients, on the sample of the dry run, and on each of its rows. What
+    it returns is compared, too. If that differs where the loss is right, the pipe will leave it out.
 
     Args:
         cuttable: of the model; nothing is compared if it does not run as it is.
         rows: the arguments for each row of that sample, or for each micro-batch that `split=` has made of it; none if
             the caller has made the micro-batches.
         kind: "row" or "micro-batch".
-        loss_of: reads the loss from what the model returns.
-        weighed: what the pipe does.
+        weighed: what the pipe does with the model's losses; None: it has none, and what it returns must be right.
+        dims: see `output_dims`; what differs gets `MIXED`. None: nothing is known.
     """
-    if not runs_here(cuttable) or not rows:
+    if not runs_here(cuttable) or not rows or (weighed is None and dims is None):
         return
     name, several = type(cuttable.model).__name__, {"row": "rows"}.get(kind, f"{kind}es")
     if len(rows) == 1:
-        raise _unknown(name, weighed, f"the sample has one {kind}: give a sample of two {several} or more")
+        raise _unknown(
+            name, weighed, f"the sample has one {kind}: give a sample of two {several} or more, or cut sequences that "
+            "are packed into one row with split="
+        )  # fmt: skip
     sample, *rows = _told_apart(cuttable, rows, weighed) if kind == "row" else [cuttable.sample, *rows]
     with evaluating(cuttable.model):
-        whole, precision = _run(cuttable, sample, loss_of)
+        result = _run(cuttable, sample)
         try:
-            losses = [_run(cuttable, row, loss_of)[0] for row in rows]
+            results = [_run(cuttable, row) for row in rows]
         except Exception as error:
             raise _unknown(name, weighed, f"the model does not run on one {kind} of the sample ({error})") from error
-    if not math.isfinite(whole):
-        why = f"the loss for the first {len(rows)} {several} of the sample is {whole}"
-        raise _unknown(name, weighed, f"{why}: give {several} whose {weighed.target!r} count")
-    combined = sum(weight * loss for weight, loss in zip(weighed.of(rows), losses, strict=True) if weight)
-    if not _close(whole, combined, precision):
-        raise ValueError(_text(f"{name} for {len(losses)} {several}", whole, losses, combined, weighed))
+    precision = _precision(cuttable, result)
+    mixed = _mixed(result, results, dims or {}, precision)
+    if weighed is not None:
+        whole, *losses = (float(weighed.loss_of(each)) for each in (result, *results))
+        if not math.isfinite(whole):
+            why = f"the loss for the first {len(rows)} {several} of the sample is {whole}"
+            raise _unknown(name, weighed, f"{why}: give {several} whose {weighed.target!r} count")
+        combined = sum(weight * loss for weight, loss in zip(weighed.of(rows), losses, strict=True) if weight)
+        if not _close(whole, combined, precision):
+            raise ValueError(_text(f"{name} for {len(losses)} {several}", whole, losses, combined, weighed))
+        own = {name for name, each in tensors_by_name(result).items() if each is weighed.loss_of(result)}
+        if dims is not None:
+            dims.update(dict.fromkeys(set(mixed) - own, MIXED))
+    elif mixed:
+        raise ValueError(
+            f"{name} returns another {', '.join(mixed)} for the first {len(rows)} rows of the sample together than for "
+            "each of them alone, and the pipe joins what it returns for micro-batches. Either it is a loss: name the "
+            "argument that it needs with target=. Or the model computes with several rows together: return what has "
+            "rows, and do that outside of the pipe. Or a tensor is not cut "
+            "along its rows: mark it in the sample with Chunk(value, dim=...) or NoChunk(value), or cut batches with "
+            "split=. check=False leaves the comparison out"
+        )
 
 
-def _unknown(name: str, weighed: Weighed, why: str) -> ValueError:
+def _mixed(result: Any, results: Sequence[Any], dims: Mapping[str, int], precision: float) -> list[str]:
+    """The names of the tensors of a result that are other ones than those of its rows, joined.
+
+    Args:
+        result: of the sample.
+        results: of its rows.
+        dims: see `output_dims`.
+        precision: of the numbers.
+    """
+    tolerance = max(16 * precision, 1e-3)  # kernels add in another order for another number of rows
+    parts = [tensors_by_name(each) for each in results]
+
+    def is_other(name: str, whole: Tensor) -> bool:
+        column = [part[name] for part in parts if name in part]
+        try:
+            joined = torch.cat(column, dims[name]) if whole.dim() else torch.stack(column).double().mean()
+        except (IndexError, RuntimeError):  # those of rows differ in other sizes
+            return True
+        if joined.shape != whole.shape:
+            return True
+        # Of integers with dimensions, classes may be others where scores are equal.
+        is_compared = whole.is_floating_point() or not whole.dim()
+        return is_compared and bool((joined.double() - whole).norm() > tolerance * whole.double().norm())
+
+    there = tensors_by_name(result).items()
+    return [name for name, whole in there if dims.get(name, MIXED) != MIXED and is_other(name, whole)]
+
+
+def _unknown(name: str, weighed: Weighed | None, why: str) -> ValueError:
+    what = "what {name} returns for a mini-batch is what it returns for its micro-batches"
+    if weighed is not None:
+        what = "the loss of {name} for a mini-batch is the {weighed.reduction} of those of its micro-batches"
     return ValueError(
-        f"nothing shows whether the loss of {name} for a mini-batch is the {weighed.reduction} of those of its "
-        f"micro-batches, since {why}; or leave the comparison out with check=False"
+        f"nothing shows whether {what.format(name=name, weighed=weighed)}, since {why}; or leave the comparison out "
+        "with check=False"
     )
 
 
-def _told_apart(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed) -> list[Arguments]:
+def _told_apart(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed | None) -> list[Arguments]:
     """The sample and its rows, changed so that the losses of rows differ: any mean of equal losses is the same.
 
     Targets that are no classes are multiplied by other factors in each row, and a mask loses half of its last row.
     """
     every = [cuttable.sample, *rows]
+    if weighed is None:
+        return every
     for name in (weighed.target, *cuttable.adapter.masks):
         whole, *own = (weighed.argument_of(each, name) for each in every)
         if not isinstance(whole, Tensor) or whole.dim() < (2 if name in cuttable.adapter.masks else 1):
@@ -211,13 +269,17 @@ def _told_apart(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed)
     return every
 
 
-def _run(cuttable: Cuttable, row: Arguments, loss_of: Callable[[Any], Tensor]) -> tuple[float, float]:
-    """The loss of a row, and the precision of the least precise numbers that the model computes with."""
+def _run(cuttable: Cuttable, row: Arguments) -> Any:
+    """What the model returns for a row."""
     model, adapter = cuttable.model, cuttable.adapter
     arguments, keywords = adapter.inputs(*mapped(Tensor, torch.clone, row))
-    result = type(model).forward(model, *arguments, **adapter.comparable(keywords))
-    numbers = (each for each in (*model.parameters(), *tensors_in(result)) if each.is_floating_point())
-    return float(loss_of(adapter.result(result))), max(torch.finfo(each.dtype).eps for each in numbers)
+    return adapter.result(type(model).forward(model, *arguments, **adapter.comparable(keywords)))
+
+
+def _precision(cuttable: Cuttable, result: Any) -> float:
+    """That of the least precise numbers that the model computes with."""
+    numbers = (each for each in (*cuttable.model.parameters(), *tensors_in(result)) if each.is_floating_point())
+    return max((torch.finfo(each.dtype).eps for each in numbers), default=0.0)
 
 
 def _close(left: float, right: float, precision: float) -> bool:

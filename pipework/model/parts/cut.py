@@ -42,6 +42,7 @@ class Cuttable:
         groups: the calls of units, those together between which it is not cut.
         sample: the arguments of the dry runs, positional and by name: of the sample that was given a few rows.
         result: what the model returned in the dry run, on the meta device.
+        results: the same in training and in evaluation, by whether the model trains; one may be missing.
 
     Raises:
         CannotCut: the model has fewer than two units, or cannot be cut; the message says why.
@@ -66,6 +67,7 @@ class Cuttable:
         self._refuse_hooks()
         self.sample = few_rows(sample) if has_rows else arguments_of(sample)
         self.trace, self.result = self._traced()
+        self.results = {model.training: self.result}
         self.trace = self.trace.joined(self._traced_in_other_mode())
         self.groups = self._grouped()
 
@@ -138,9 +140,11 @@ class Cuttable:
         Raises:
             CannotCut: what it does then cannot be cut.
         """
+        training = not self.model.training
         try:
-            with in_mode(self.model.modules(), training=not self.model.training):
-                return self._traced()[0]
+            with in_mode(self.model.modules(), training=training):
+                trace, self.results[training] = self._traced()
+                return trace
         except CannotCut:
             raise
         except Exception:  # it may need other inputs then

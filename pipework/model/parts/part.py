@@ -76,7 +76,7 @@ class Part(nn.Module):
                 f"{', '.join(self.span.trace.order[self.span.stop :][:3])}; put what depends on the data into a unit"
             )
         result = self._adapter.result(output)
-        if run.watch is not None and run.lacks_any(tensors_in(result)):
+        if run.lacks_any(tensors_in(result)):
             raise run.reads_absent()
         return result
 
