@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pipework.runtime.transport import Message
 
 _PADDING_CHECKS: Final = 16  # mini-batches in which padded targets are looked for
+_ONE_ROW: Final = 2  # mini-batches of one row, of which one alone may be a trial
 
 
 class Doubts:
@@ -47,6 +48,7 @@ class Doubts:
     def expect_new_layers(self) -> None:
         """The next mini-batch that is cut shows how the layers treat rows, and whether the loss is a mean of rows."""
         self._checks_inputs = self._checks_loss = self._checks_outputs = True
+        self._of_one_row = 0
         self._output_rows = OutputRows()
 
     def of_targets(self, batch: MiniBatch, settings: LossSettings) -> list[Any] | None:
@@ -59,6 +61,18 @@ class Doubts:
                 batch.warnings.append(text)
                 self._padding_checks, self._checks_loss = 0, False  # the loss of both is told by one text
         return [] if batch.shows_rows and self._checks_loss and may_be_other(settings.loss_fn) else None
+
+    def of_one_row(self, batch: MiniBatch, chunks: int) -> None:
+        """Looks whether the first mini-batches are one row each, so that nothing is pipelined."""
+        if not self._checks_inputs or not batch.is_cut or [*batch.rows] != [1] or chunks == 1:
+            return
+        self._of_one_row += 1
+        if self.warns and self._of_one_row == _ONE_ROW:
+            batch.warnings.append(
+                f"each mini-batch so far has one row, which makes one micro-batch in place of chunks={chunks}: the "
+                "workers wait for each other and nothing is pipelined. Give more rows; or if sequences are packed one "
+                f"behind the other in this row, cut between them, with split= or MicroBatches: {IGNORE}"
+            )
 
     @contextlib.contextmanager
     def of_layers(self, batch: MiniBatch, layers: nn.Module, lock: threading.Lock) -> Iterator[None]:

@@ -138,6 +138,8 @@ class Executor:
         # Of several processes one reads the inputs; the others may want their gradients.
         cuts = self._backend.is_first or (call.grad and requires_gradients((inputs, keyword_inputs)))
         batch, cut_target = self._read(inputs, keyword_inputs, target, cuts=cuts)
+        if call.training and call.grad and self._assignment.workers > 1:
+            self.doubts.of_one_row(batch, self.settings.chunks)
         if self._engine is None:
             batch.warnings += uncalled_hooks(self._partitions.values())
         engine = self.engine_in_use()

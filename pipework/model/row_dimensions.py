@@ -39,6 +39,12 @@ _WAYS: Final = (
 )
 
 
+_PACKED: Final = (
+    "If {} says where sequences begin that are packed one behind the other, cut the batch between them, with split= or "
+    "MicroBatches: they are in one row, and each micro-batch has other beginnings. "
+)
+
+
 class Value(NamedTuple):
     """A value among the arguments: a tensor, a list or tuple, or what has no parts.
 
@@ -174,7 +180,7 @@ class Layout:
         if unclear:
             raise ValueError(
                 f"the sample has {rows} rows (dimension {first.mark} of {first.name!r}), and does not say how "
-                f"other batches are to be cut: {', '.join(unclear)}. Take a sample of a number of "
+                f"other batches are to be cut: {', '.join(unclear)}. {_packed(nodes)}Take a sample of a number of "
                 f"rows that no other size equals, or mark values in it: {_WAYS}"
             )
         return layout
@@ -218,7 +224,8 @@ class Layout:
         for size, other in cut:
             if size != cut[0][0]:
                 raise ValueError(
-                    f"all tensors of a batch must have the same number of rows, but {cut[0][1]}, and {other}. {_WAYS}"
+                    f"all tensors of a batch must have the same number of rows, but {cut[0][1]}, and {other}. "
+                    f"{_packed(nodes)}{_WAYS}"
                 )
         return _in_order(nodes, found, flat), cut[0][0], learned
 
@@ -416,6 +423,12 @@ def may_be_offsets(tensor: Tensor) -> bool:
         return False
     steps = tensor.long().diff()
     return bool((tensor[0] == 0) & (steps >= 0).all() & (steps > 1).any())
+
+
+def _packed(nodes: Iterable[Value]) -> str:
+    """What to do about values that may say where packed sequences begin; empty: there are none."""
+    names = [name for name, value, _ in nodes if isinstance(value, Tensor) and may_be_offsets(value)]
+    return _PACKED.format(" or ".join(map(repr, names))) if names else ""
 
 
 def has_entries(value: Any, rows: int) -> bool:
