@@ -362,6 +362,8 @@ class Executor:
         if target is None and not program.loss_may_be_outside:
             raise self.settings.missing_target(program.schedule.name, call="pipe.predict")
         stages, split = list(self._partitions.values()), (batch, batch.targets, batch.loss)
+        captures = self.engine_in_use().captures if self.settings.graph_names and target is not None else None
+        options["graphs"] = captures is not None and captures.is_on
         return predict_step(stages, self._devices, program.schedule, *split, self.tuples, **options)
 
     def schedule(self, micro_batches: int | None) -> Schedule:

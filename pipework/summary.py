@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def table(pipe: Pipe) -> str:
-    """The partitions with their devices and sizes, then schedule, chunks, checkpoint mode and predicted bubble.
+    """The partitions with their devices and sizes, then schedule, chunks, checkpoint mode, graphs and predicted bubble.
 
     For a partition in another process, only its rank and number of layers are known. If layers are sharded, a column
     says how much of them is in this process. The bubble is the idle share of the workers' time if all partitions take
@@ -45,9 +45,11 @@ def table(pipe: Pipe) -> str:
         sizes += [sum(local_part(each).nbytes for each in parameters)] if sharded else []
         count = sum(each.numel() for each in parameters)
         rows.append((str(number), device, layers_here, f"{count:,}", *map(readable_bytes, sizes)))
+    how = pipe._executor.settings.graph_names
+    graphs = f"graphs {', '.join(sorted(how - {'on'}) or how)}, " if how else ""
     summary = (
         f"schedule {schedule.name}, {counted(pipe.chunks, 'chunk')}, checkpoint {pipe.checkpoint!r}, "
-        f"bubble {simulate(schedule).bubble:.1%} if all partitions take equally long"
+        f"{graphs}bubble {simulate(schedule).bubble:.1%} if all partitions take equally long"
     )
     return "\n".join([heading, *aligned(rows, left={1, 2}), summary])
 

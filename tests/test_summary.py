@@ -22,3 +22,11 @@ def test_a_row_for_each_partition_and_the_predicted_bubble():
         "          1  cpu     2                   72  288 B",
         "schedule gpipe, 4 chunks, checkpoint 'except_last', bubble 16.7% if all partitions take equally long",
     ]
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [(False, ""), (True, "graphs on, "), (("auto", "hooks"), "graphs auto, hooks, ")]
+)
+def test_graphs_are_named(how, text):
+    pipe = Pipe(nn.Sequential(nn.Linear(8, 8)), devices=["cpu"], graphs=how)
+    assert f"checkpoint 'except_last', {text}bubble" in table(pipe)

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 def device_peaks(
-    timeline: Timeline, measured: Sequence[ActionBytes], devices: Sequence[torch.device], outputs: Sequence[int] = ()
+    timeline: Timeline,
+    measured: Sequence[ActionBytes],
+    devices: Sequence[torch.device],
+    outputs: Sequence[int] = (),
+    static_targets: Sequence[int] | None = None,
 ) -> dict[torch.device, int]:
     """Follows the timeline, and adds up on each device what actions need, graphs hold and messages bring.
 
@@ -31,11 +35,13 @@ def device_peaks(
         devices: of each stage.
         outputs: if the loss is outside, the bytes of each micro-batch's output: they are joined, and the joined output
             gets a gradient.
+        static_targets: for a step of graphs, which copy inputs and targets to static tensors in the order of the
+            schedule: the bytes of each micro-batch's target. None: there are no graphs.
 
     Returns:
         The bytes of each device at its peak, without what is there before the step.
     """
-    memory = _Memory(measured, devices, timeline, outputs)
+    memory = _Memory(measured, devices, timeline, outputs, static_targets)
     moments: list[tuple[float, int, Interval]] = []
     for interval in timeline.intervals:
         moments.append((interval.start, 1, interval))
@@ -59,8 +65,10 @@ class _Memory:
         devices: Sequence[torch.device],
         timeline: Timeline,
         outputs: Sequence[int],
+        static_targets: Sequence[int] | None,
     ) -> None:
         self._measured, self._devices, self._outputs = measured, devices, outputs
+        self._static_targets = static_targets
         self._table = timeline.table
         again = {kind for kind, row in self._table.items() if row.leaves}
         self._recomputed = {each.action[1:3] for each in timeline.intervals if each.action.kind in again}
@@ -95,6 +103,11 @@ class _Memory:
             more = one.clones + (0 if stage in self._copied else one.given)
             self._copied.add(stage)
             need = Need(need.most + more, need.mean + more)
+        if row.gives == "F" and (sizes := self._static_targets) is not None:
+            if stage == 0:
+                self._keep("static input", stage, micro_batch, one.given)
+            if stage + 1 == len(self._devices):
+                self._keep("static target", stage, micro_batch, sizes[micro_batch])
         self._needed[self._devices[stage]][interval] = need
         self._see()
 
@@ -134,7 +147,7 @@ class _Memory:
                 self._keep(("skip gradient", key, stage), self._sources[key], micro_batch, gradient)
             self._free(stage, micro_batch, *[("skip gradient", *skip) for skip in self._skips[stage]])
         if row.holds == "":
-            self._free(stage, micro_batch, "input", "input waits")
+            self._free(stage, micro_batch, "input", "input waits", "static input", "static target")
             self._keep("gradients", stage, 0, one.gradients)
         self._see()
 

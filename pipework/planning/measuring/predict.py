@@ -36,8 +36,9 @@ class StageBytes:
 
     Attributes:
         weights: its parameters.
-        gradients: one for each parameter that is trained. If `.grad` is not None before a step, there are twice as many
-            until `backward()` has added them.
+        gradients: one for each parameter that is trained; two with graphs, which leave theirs where the next step
+            overwrites them, and so are copied. If `.grad` is not None before a step, there is one more until
+            `backward()` has added them.
         buffers: its modules' buffers.
         activations: of all micro-batches in flight.
         optimizer: its state, if it was given.
@@ -118,6 +119,7 @@ def predict_step(
     timeout: float,
     progress: Callable[[str], None] | None = None,
     known: Mapping[str, Any] | None = None,
+    graphs: bool = False,
 ) -> Prediction:
     """Measures every stage on one micro-batch, then simulates the schedule.
 
@@ -133,6 +135,7 @@ def predict_step(
         timeout: seconds to measure each stage; at least one pass is timed.
         progress: called with a line of text for each stage; None: the line is logged to "pipework" (INFO).
         known: costs that are known already, by their names in `Costs`. With those of forwards no time is measured.
+        graphs: whether the actions are captured as graphs, whose memory nothing else uses between steps.
     """
     known = known or {}
     split_stages = schedule.split_stages
@@ -159,22 +162,24 @@ def predict_step(
     simulation = simulate(schedule, replace(costs, **known), loss_outside=loss is None)
     outputs = () if loss is not None else (sizes[-1].message,) * schedule.micro_batches
     stages = [
-        _stage_bytes(partition, round(peak))
+        _stage_bytes(partition, round(peak), graphs=graphs)
         for partition, peak in zip(partitions, simulation.stage_peak_memory, strict=True)
     ]
-    peaks = {}
-    for device, peak in device_peaks(simulation.timeline, sizes, devices, outputs).items():
+    of_targets = [sum(map(bytes_of, tensors)) for tensors, _ in targets or ()]
+    peaks, statics = {}, of_targets if graphs else None
+    for device, peak in device_peaks(simulation.timeline, sizes, devices, outputs, statics).items():
         own = [number for number, other in enumerate(devices) if other == device]
         states, step = optimizer_bytes(optimizer, [partitions[number].parameters() for number in own], device)
         for number, state in zip(own, states, strict=True):
             stages[number] = replace(stages[number], optimizer=state)
         fixed = sum(stages[n].weights + stages[n].buffers + stages[n].optimizer for n in own)
-        peaks[device] = fixed + max(peak, sum(stages[n].gradients for n in own) + step)
+        after = sum(stages[n].gradients for n in own) // (1 + graphs) + step
+        peaks[device] = fixed + (peak + after if graphs else max(peak, after))
     peaks[devices[0]] += sum(map(bytes_of, split.tensors))
-    peaks[devices[-1]] += sum(bytes_of(tensor) for tensors, _ in targets or () for tensor in tensors)
+    peaks[devices[-1]] += sum(of_targets)
     return Prediction(tuple(devices), tuple(stages), simulation.costs, simulation, peaks)
 
 
-def _stage_bytes(partition: nn.Sequential, activations: int) -> StageBytes:
+def _stage_bytes(partition: nn.Sequential, activations: int, *, graphs: bool) -> StageBytes:
     info = layer_info("", partition)
-    return StageBytes(info.weights, info.trained, info.buffers, activations)
+    return StageBytes(info.weights, info.trained * (1 + graphs), info.buffers, activations)

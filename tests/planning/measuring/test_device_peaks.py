@@ -58,3 +58,13 @@ def test_a_recomputed_micro_batch_keeps_its_input_only() -> None:
 def test_a_loss_outside_joins_the_outputs_and_gets_a_gradient(chunks: int) -> None:
     timeline = simulate(build("gpipe", workers=1, chunks=chunks), loss_outside=True).timeline
     assert device_peaks(timeline, [STAGE], [A], [3] * chunks)[A] == chunks * (10 + 2 * 3) + 8
+
+
+def test_graphs_copy_inputs_and_targets_of_micro_batches_in_flight() -> None:
+    def graphs(name: str, chunks: int, devices: list[torch.device]) -> dict[torch.device, int]:
+        schedule = build(name, workers=len(devices), chunks=chunks)
+        return device_peaks(simulate(schedule).timeline, [STAGE] * len(devices), devices, (), [2] * chunks)
+
+    assert graphs("gpipe", 4, [A])[A] == peaks("gpipe", 4, [A])[A] + 4 * (3 + 2)
+    plain, found = peaks("1f1b", 8, [A, B]), graphs("1f1b", 8, [A, B])
+    assert (found[A] - plain[A], found[B] - plain[B]) == (2 * 3, 1 * 2)

@@ -406,6 +406,28 @@ def test_what_a_device_holds_is_what_it_then_counts(
         assert ratio == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.usefixtures("recorded_graphs")
+def test_what_graphs_add_counts() -> None:
+    layers, x, y = model(), torch.randn(192, 4), torch.randint(3, (192,))
+    options = {"schedule": "1f1b", "devices": ["cpu"] * 2, "balance": [4, 4], "loss_fn": functional.cross_entropy}
+    plain, pipe = (Pipe(copy.deepcopy(layers), 6, "never", **options, graphs=graphs) for graphs in (False, True))
+    before, after = (each.predict(x, target=y, timeout=0) for each in (plain, pipe))
+    for _ in range(5):
+        pipe(x, target=y)
+    replayed = recorded(pipe, x, y).timeline()
+    assert pipe.graphs is not None
+    assert pipe.graphs.replayed == 1
+    peaks = [replayed.peak_memory(worker) for worker in (0, 1)]
+    assert list(after.simulation.peak_memory) == pytest.approx(peaks, rel=0.05)
+    assert [each.gradients for each in after.stages] == [2 * each.gradients for each in before.stages]
+    gradients, in_flight = sum(each.gradients for each in before.stages), 2 * 32 * 4 * 4 + 32 * 8
+    cpu = torch.device("cpu")
+    assert after.device_bytes[cpu] - before.device_bytes[cpu] == gradients + in_flight
+    # Without a target nothing is captured.
+    outside = Pipe(layers, 6, devices=["cpu"], graphs=True)
+    assert outside.predict(x, timeout=0).stages[0].gradients == sum(each.weights for each in before.stages)
+
+
 def test_the_optimizers_state_counts() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), 2, balance=[1, 1], devices=["cpu"] * 2)
     x = torch.randn(4, 256)
