@@ -35,6 +35,7 @@ REFUSED = {
     "a list, an array or an object with an entry for each row, as input or target": "as many as the batch has rows",
     "a sparse or nested tensor that would be split": "only dense tensors are split",
     "outputs that are nested differently for each micro-batch": "micro-batch 0 gave ",
+    "with `graphs=`, a layer that waits for its device, or looks at values": "cannot be captured as a graph",
     "a loss computed from a tensor that a layer has kept on itself": "outside of the pipe's own backward",
 }
 # What the section on warnings names, and words of the warning.
