@@ -19,6 +19,7 @@ from pipework.model.marks import checked_pieces, has_micro_batches
 from pipework.model.parts.check import Weighed, check_parts, check_rows
 from pipework.model.parts.cut import Cuttable, refuse_own_forward
 from pipework.model.parts.following import Following, own_parameters, take_over
+from pipework.model.parts.leaves import mapped
 from pipework.model.parts.outputs import output_dims
 from pipework.model.parts.part import Part
 from pipework.model.parts.run import Message
@@ -28,7 +29,6 @@ from pipework.pipe import Pipe, backend_for
 from pipework.planning.balance import balance_by_time
 from pipework.settings import Settings
 from pipework.signatures import positional_names, signature_of
-from pipework.values import nested
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -463,5 +463,5 @@ class AttachedForward:
         loss, result = (got, None) if trains else got
         if result is not None:
             return self._place.put(loss, adapter.form(result, names))
-        form = nested.replaced(adapter.form(self._result, names), Tensor, lambda tensor: None)
-        return self._place.put(loss, form)
+        form = self._place.put(loss, adapter.form(self._result, names))
+        return mapped(Tensor, lambda tensor: tensor if tensor is loss else None, form)

@@ -30,7 +30,6 @@ from pipework.signatures import signature_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-_SIDE_OUTPUTS = ("output_hidden_states", "output_attentions")
 _ITEMS = "num_items_in_batch"
 _FORM = "return_dict"
 _CACHES = ("past_key_values", "cache")  # until transformers 5.23, and since
@@ -100,15 +99,9 @@ class TransformersAdapter(Adapter):
         """Without a cache, which would be a state of every part.
 
         Raises:
-            ValueError: hidden states or attentions are asked for, or the model recomputes its layers itself.
+            ValueError: the model recomputes its layers itself.
         """
         self._refuse_recomputation()
-        asked = [name for name in _SIDE_OUTPUTS if keywords.get(name)]
-        if asked:
-            raise ValueError(
-                f"a pipe returns no hidden states and attentions of {type(self._model).__name__}, and {asked[0]}=True "
-                f"was asked for: call type(model).forward(model, ..., {asked[0]}=True), which runs without the pipe"
-            )
         return arguments, {**({"use_cache": False} if self._caches else {}), **keywords}
 
     def weighs(self, target: str, weight: Callable[[Any], Any] | None) -> None:

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipework import Pipe
 from pipework.integrations import adapter_for
+from pipework.model.marks import MIXED
 from pipework.model.parts.cut import Cuttable
+from pipework.model.parts.outputs import tensors_by_name
 from tests.model.parts.harness import plain_step
 
 Batch = Mapping[str, Any]
@@ -88,6 +91,23 @@ def differences(model: nn.Module, reference: nn.Module) -> Differences:
             names.append(name)
             worst = max(worst, difference if difference == difference else float("inf"))
     return Differences(tuple(names), worst)
+
+
+def returns_all(output: Any, parts: Sequence[Any], pipe: Pipe) -> bool:
+    """Whether an output has all that the model returns for micro-batches, joined, but for numbers and what is mixed."""
+    dims, found = pipe._executor.layout.outputs, tensors_by_name(output)
+    assert dims is not None
+    columns: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for name, tensor in tensors_by_name(part).items():
+            columns.setdefault(name, []).append(tensor)
+    expected = {
+        name: torch.cat(column, dims[name])
+        for name, column in columns.items()
+        if column[0].dim() and dims[name] != MIXED
+    }
+    assert found.keys() >= expected.keys(), found.keys() ^ expected.keys()
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def joined(outputs: Sequence[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from torch import nn
 
 from pipework import Pipe
 from pipework.attached import attach
+from pipework.model.parts.leaves import tensors_in
 from tests.integrations.architectures import ARCHITECTURES, text
 from tests.integrations.comparing import (
     differences,
     joined,
     next_tokens,
     plain_backward,
+    returns_all,
     units_of,
     without_cache,
     without_randomness,
@@ -56,7 +59,7 @@ def test_a_step_is_that_of_the_model_itself(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model, batch = without_randomness(architecture.make()).train(), architecture.batch()
     reference, names = copy.deepcopy(model), list(model.state_dict())
-    attached(model, batch)
+    pipe = attached(model, batch)
     loss = model(**batch).loss
     loss.backward()
     expected = plain_backward(reference, batch, architecture.weight, 4)
@@ -68,7 +71,7 @@ def test_a_step_is_that_of_the_model_itself(name: str) -> None:
     reference.eval()
     with torch.no_grad():
         parts = [reference(**part, **without_cache(reference)) for part in micro_batches(batch, 4)]
-        assert torch.equal(model(**batch).logits, joined(parts))
+        assert returns_all(model(**batch), parts, pipe)
         if architecture.generates:
             for each in (model, reference):  # with a cache, and so the losses of routers would fail
                 each.config.output_router_logits = False
@@ -122,9 +125,6 @@ def test_forms_of_a_call_and_what_is_saved_after_it(tmp_path: Path) -> None:
 def test_without_labels_the_model_gives_its_logits_and_does_not_train() -> None:
     batch = text()
     model, reference = llama(batch), llama()
-    for name in ("output_hidden_states", "output_attentions"):
-        with pytest.raises(ValueError, match=f"no hidden states and attentions of LlamaForCausalLM, and {name}=True"):
-            model(**batch, **{name: True})
     del batch["labels"]
     with pytest.raises(ValueError, match="computes the loss inside and got no target"):
         model(**batch)
@@ -191,6 +191,122 @@ def test_a_loss_outside_of_the_model_under_a_schedule_that_allows_it() -> None:
         logits = each(**batch).logits[:, :-1].flatten(0, 1)
         nn.functional.cross_entropy(logits, labels, label_smoothing=0.1).backward()
     assert differences(model, reference).worst < 1e-5
+
+
+TEXT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+PICTURE = {**TEXT, "image_size": 16, "patch_size": 8}
+IDS, PICTURES = torch.arange(56).reshape(8, 7) + 3, torch.linspace(-1, 1, 8 * 3 * 16 * 16).reshape(8, 3, 16, 16)
+DECODER = {f"decoder_{name}": size for name, size in TEXT.items()}
+TWO = {
+    "text_config": {**TEXT, "vocab_size": 99, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 98},
+    "vision_config": PICTURE,
+}
+
+# The class of a configuration and of a model, arguments of the configuration, the batch, its target if the model has a
+# loss, and what it returns beside it.
+RETURNED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], str | None, list[str]]] = {
+    "base model": ("BertConfig", "BertModel", TEXT, {"input_ids": IDS}, None, ["last_hidden_state", "pooler_output"]),
+    "questions": (
+        "BertConfig", "BertForQuestionAnswering", TEXT,
+        {"input_ids": IDS, "start_positions": torch.arange(8) % 7, "end_positions": torch.arange(1, 9) % 7},
+        "start_positions", ["start_logits", "end_logits"],
+    ),
+    "boxes": (
+        "YolosConfig", "YolosForObjectDetection",
+        {**PICTURE, "image_size": [16, 16], "num_detection_tokens": 5, "use_mid_position_embeddings": False},
+        {"pixel_values": PICTURES}, None, ["logits", "pred_boxes", "last_hidden_state"],
+    ),
+    "reconstruction": (
+        "ViTMAEConfig", "ViTMAEForPreTraining", {**PICTURE, **DECODER},
+        {"pixel_values": PICTURES, "noise": PICTURES[:, 0, 0, :4].clone()},
+        "pixel_values", ["logits", "mask", "ids_restore"],
+    ),
+    "text and pictures": (
+        "CLIPConfig", "CLIPModel", {**TWO, "projection_dim": 8}, {"input_ids": IDS, "pixel_values": PICTURES},
+        None, ["text_embeds", "image_embeds", "text_model_output", "vision_model_output"],
+    ),
+    "memories": ("XLNetConfig", "XLNetModel", {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 16},
+        {"input_ids": IDS}, None, ["last_hidden_state", "mems"],
+    ),
+    "hidden states": (
+        "LlamaConfig", "LlamaForCausalLM", {**TEXT, "output_hidden_states": True}, {"input_ids": IDS, "labels": IDS},
+        "labels", ["logits", "hidden_states"],
+    ),
+    "attentions": (
+        "BertConfig", "BertModel", {**TEXT, "attn_implementation": "eager"},
+        {"input_ids": IDS, "output_attentions": True}, None,
+        ["last_hidden_state", "pooler_output", "attentions", "cross_attentions"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RETURNED)
+@pytest.mark.filterwarnings("ignore:the pipe returns None in place of .*'logits_per_image'")
+def test_what_a_model_returns_row_by_row_is_what_the_call_returns(name: str) -> None:
+    config, kind, options, batch, target, names = RETURNED[name]
+    options = options if "text_config" in options else {"vocab_size": 99, **options}
+    model = getattr(transformers, kind)(getattr(transformers, config)(**options)).eval()
+    reference = copy.deepcopy(model)
+    sample = {key: value[:2] if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    usual = {"schedule": "gpipe"} if target is None else {"target": target}
+    pipe = attach(model, sample, chunks=4, devices=["cpu"] * 2, **usual)
+    loss = [] if target is None else ["loss"]
+    with torch.no_grad():
+        output = model(**batch)
+        parts = [reference(**part, **without_cache(reference)) for part in micro_batches(batch, 4)]
+        assert returns_all(output, parts, pipe)
+        assert list(output) == loss + names
+        assert type(output) is type(parts[0])
+        assert len(model(**batch, return_dict=False)) == len(output)
+    result = model.train()(**batch)
+    if target is not None:
+        assert next(iter(result)) == "loss"
+        assert not tensors_in({**result, "loss": None})
+        result.loss.backward()
+        assert model(**batch, return_dict=False)[0].requires_grad
+    else:
+        assert list(result) == [each for each in names if each != "mems"]  # there are none in training
+        assert pipe.verify(**batch)
+
+
+def test_hidden_states_that_the_sample_did_not_have() -> None:
+    model, batch = llama(text()), text()
+    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM takes another way .*with the same flags"):
+        model(**batch, output_hidden_states=True)
+
+
+def between_sequences(arguments: Any, keywords: dict[str, Any], labels: Any, chunks: int) -> list[Any]:
+    """Cuts one row of packed sequences between them: the positions of each begin with 0."""
+    starts = [*(keywords["position_ids"][0] == 0).nonzero().flatten().tolist(), labels.shape[1]]
+    bounds = [starts[len(starts[:-1]) * n // chunks] for n in range(chunks)] + starts[-1:]
+    pieces = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    return [((), {name: each[:, cut] for name, each in keywords.items()}, labels[:, cut]) for cut in pieces]
+
+
+def test_sequences_that_are_packed_into_one_row_are_cut_between_them() -> None:
+    torch.manual_seed(0)
+    ids, positions = torch.randint(3, 37, (1, 21)), torch.cat([torch.arange(n) for n in (5, 3, 6, 2, 5)])[None]
+    batch = {"input_ids": ids, "position_ids": positions, "labels": ids.where(positions > 0, -100)}
+    model, reference = llama(), llama()
+    options = {"chunks": 2, "devices": ["cpu"] * 2}
+    offsets = {"cu_seq_lens_q": torch.tensor([0, 5, 8, 14, 16, 21], dtype=torch.int32)}
+    with pytest.raises(ValueError, match=r"'cu_seq_lens_q' says where sequences begin .* with split= or MicroBatches"):
+        attach(model, {**batch, **offsets}, **options)
+    with pytest.raises(ValueError, match=r"the sample has one row: .*cut sequences that are packed into one r"):
+        attach(model, batch, **options)
+    attach(model, batch, split=between_sequences, **options)
+    loss = model(**batch).loss
+    loss.backward()
+    keywords = {name: batch[name] for name in ("input_ids", "position_ids")}
+    pieces = between_sequences((), keywords, batch["labels"], 2)
+    total, weights = torch.zeros(()), [float(next_tokens(labels)) for _, _, labels in pieces]
+    for (_, named, labels), weight in zip(pieces, weights, strict=True):
+        part = reference(**named, labels=labels, use_cache=False).loss * (weight / sum(weights))
+        part.backward()
+        total = total + part.detach()
+    assert torch.equal(loss.detach(), total)
+    assert differences(model, reference).names == ()
+    torch.testing.assert_close(loss, llama()(**batch, use_cache=False).loss)
 
 
 def test_gradient_checkpointing_is_refused_and_the_message_says_what_to_choose() -> None:

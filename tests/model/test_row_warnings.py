@@ -207,3 +207,16 @@ def test_a_size_that_fits_by_chance_is_seen_when_the_rows_change() -> None:
     with pytest.warns(PipeWarning, match=r"the output has the shape \(8,\) for each of 4 .* first of which has 2 rows"):
         pipe(torch.randn(8, 8))
     pipe(torch.randn(32, 8))
+
+
+def test_training_with_one_row_each_is_not_pipelined() -> None:
+    pipe, x = pipe_of(nn.Linear(8, 8)), torch.randn(1, 8)
+    pipe(x)  # may be a trial
+    with torch.no_grad():
+        pipe(x)
+    with pytest.warns(PipeWarning, match=r"has one row, .*chunks=4: .*nothing is pipelined.*split= or MicroBatches"):
+        pipe(x)
+    pipe(x)
+    other = pipe_of(nn.Linear(8, 8))
+    for rows in (8, 1, 1, 1):  # the last of an epoch
+        other(torch.randn(rows, 8))
