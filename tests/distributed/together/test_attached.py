@@ -157,6 +157,31 @@ def test_it_trains_as_in_one_process(mesh: Mesh, name: str, schedule: str) -> No
             torch.testing.assert_close(output, wanted, rtol=1e-4 if tied else 0, atol=1e-5 if tied else 0)
 
 
+def entropy(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@runs_on(2)
+def test_a_model_that_computes_no_loss(mesh: Mesh, schedule: str) -> float:
+    model, batch = Net(), batch_of("own")
+    loss_fn = entropy if schedule == "1f1b" else None
+    ids, options = batch["ids"], {"chunks": 4, "balance": [4, 4], "schedule": schedule, "loss_fn": loss_fn}
+    named = {} if loss_fn is None else {"target": batch["labels"]}
+    single, state, losses = copy.deepcopy(model), torch.get_rng_state(), []
+    pipework.attach(single, (ids,), devices=["cpu"] * 2, **options)
+    pipe = pipework.attach(model, (ids,), mesh=mesh, **options)
+    for each in (single, model):
+        torch.set_rng_state(state)  # of dropout
+        result = each(ids, **named)  # on every rank
+        losses.append(result if named else entropy(result, batch["labels"]))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    assert not other_gradients(model, single)
+    assert pipe.verify(ids, **named)
+    return losses[-1].item()
+
+
 class Large(nn.Module):
     """Blocks of 4 MB."""
 
