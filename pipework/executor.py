@@ -199,7 +199,8 @@ class Executor:
         elif loss.seen is not None or self.doubts.looks_at_layers(batch):
             why = "the layers are looked at"
         numbers = None if loss is None else loss.form
-        form = program, call._replace(key=None, recorded=False), context._replace(saved_tensor_hooks=None), numbers
+        computes = call._replace(key=None, recorded=False, everywhere=False)
+        form = program, computes, context._replace(saved_tensor_hooks=None), numbers
         captured = captures.step(form, batch.targets or [], why)
         if captured is not None and loss is not None:
             batch.loss = captured.static_loss(loss, self._devices[-1])

@@ -496,7 +496,8 @@ class Pipe(Layers):
           right.
 
         Of a pipe with `graphs=`, replays are compared, too: of the captured step that the pipe has for such a batch,
-        else of one that is captured here, which takes up to seven steps more. All other runs are without graphs.
+        else of one that is captured here, which takes up to seven steps more, and the memory of a captured step. All
+        other runs are without graphs.
 
         Of a pipe that is attached to a model, the plain model is the model's own forward. In evaluation mode, and under
         `torch.no_grad()`, there are no gradients. With the loss outside, they are those of random numbers in place of

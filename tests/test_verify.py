@@ -685,6 +685,20 @@ def test_what_a_graph_keeps_of_python_is_found(where: str) -> None:
 
 
 @pytest.mark.usefixtures("recorded_graphs")
+def test_graphs_of_an_attached_model() -> None:
+    model = Lists()
+    pipe = attached(model, batch_of(Lists), chunks=CHUNKS, graphs=True)  # its outputs are wanted everywhere
+    for _ in range(6):
+        model(**batch_of(Lists))
+    found = pipe.verify(**batch_of(Lists))
+    assert found, found
+    assert [each.what for each in found.compared if "replayed" in each.what] == [
+        "loss, replayed",
+        "gradients, replayed",
+    ]
+
+
+@pytest.mark.usefixtures("recorded_graphs")
 def test_python_that_replays_leave_out_is_found() -> None:
     found = verified([*layers(), Noted()], graphs=True)
     assert [each.first for each in found.compared if each.first] == ["7.seen[0]"]
