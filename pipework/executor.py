@@ -173,7 +173,7 @@ class Executor:
         with self._watched(batch, engine.lock):
             results, of_inputs = step.run(batch.micro_batches, batch.targets or [])
             if captured is not None:
-                captured.collect(self.deferred)
+                captured.collect()
         if captured is not None and engine.captures is not None:
             batch.warnings += engine.captures.settle(captured)
         # An error of one process in 5 must not leave its random numbers behind those of the others.
@@ -203,7 +203,8 @@ class Executor:
         form = program, computes, context._replace(saved_tensor_hooks=None), numbers
         captured = captures.step(form, batch.targets or [], why)
         if captured is not None and loss is not None:
-            batch.loss = captured.static_loss(loss, self._devices[-1])
+            captured.deferred = self.deferred
+            batch.loss = captured.static_loss(loss, self._devices[-1], engine.accelerators)
         return captured
 
     def _step(

@@ -71,7 +71,7 @@ require(
     "utils._python_dispatch._push_mode utils._python_dispatch._pop_mode utils._device.DeviceContext "
     "overrides._get_current_function_mode_stack overrides._push_mode overrides._pop_mode UntypedStorage._cdata "
     "Tensor._version Tensor._backward_hooks Tensor._post_accumulate_grad_hooks Tensor._base "
-    "nn.modules.batchnorm._BatchNorm nn.modules.batchnorm._NormBase",
+    "_neg_view nn.modules.batchnorm._BatchNorm nn.modules.batchnorm._NormBase",
 )
 require("torch.utils._pytree", "SUPPORTED_NODES TreeSpec is_namedtuple_class register_pytree_node tree_flatten")
 require("torch.utils._pytree", "tree_leaves tree_map tree_structure tree_unflatten")
@@ -270,8 +270,11 @@ def unowned(tensor: Tensor) -> Tensor:
     require("torch", "_C._construct_storage_from_data_pointer")
     own = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(own.data_ptr(), tensor.device, own.nbytes())
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    same.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    # Bits of the tensor, and not of its memory.
+    same = same.conj() if tensor.is_conj() else same
+    return torch._neg_view(same) if tensor.is_neg() else same
 
 
 viewed: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
@@ -432,20 +435,29 @@ def clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def abort_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
+def abort_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: torch.cuda.MemPool, uses: int) -> None:
     """Ends a capture in which something has failed, so that the allocator and generators work as usual afterwards.
 
-    Neither the graph nor the pool can be used again. Up to PyTorch 2.12 `capture_end` leaves both in the capture if
-    that is invalid; a further capture, which is empty, takes the generator out of it.
+    Neither the graph nor the pool can be used again. Up to PyTorch 2.12 `capture_end` leaves the allocator and the
+    generator in the capture if that is invalid; a further capture, which is empty, takes the generator out of it. Up to
+    2.13 the graph keeps the pool for good.
+
+    Args:
+        graph: that was to be captured.
+        device: of the pool.
+        pool: of the graph.
+        uses: of the pool, before the capture.
     """
     try:
         graph.capture_end()
         return
     except RuntimeError:  # what has failed is why
         require("torch", "_C._cuda_endAllocateToPool _C._cuda_releasePool")
-    for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-        with contextlib.suppress(RuntimeError):  # newer versions have done so
-            end(device.index, pool)
+    graph.reset()
+    with contextlib.suppress(RuntimeError):  # newer versions have done so
+        torch._C._cuda_endAllocateToPool(device.index, pool.id)
+    if pool.use_count() > uses:
+        torch._C._cuda_releasePool(device.index, pool.id)
     another = torch.cuda.CUDAGraph()
     another.capture_begin(capture_error_mode="thread_local")
     another.capture_end()

@@ -10,6 +10,7 @@ Each of these runs is a `PipeRun`.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +116,7 @@ class Step:
         if (captured := self._spec.captured) is not None:
             captured.end(self._runs)
             # The next step overwrites what its graphs have left.
-            self._gradients = {stage: _copies(run.aliases.gradients()) for stage, run in self._runs.items()}
+            self._gradients = {stage: self._copied_gradients(stage) for stage in self._runs}
         return results
 
     def backward(self, gradients: Sequence[tuple[Tensor | None, ...]], *, retain_graph: bool) -> list[Message]:
@@ -157,6 +158,12 @@ class Step:
         self._engine.stages[stage].device.hand_over(gradients)
         return gradients
 
+    def _copied_gradients(self, stage: int) -> list[Tensor | None]:
+        """In the stream of the worker, which overwrites them; the caller's next step may have another stream."""
+        with self._engine.stages[stage].device.stream or contextlib.nullcontext():
+            gradients = self._runs[stage].aliases.gradients()
+            return [None if each is None else each.clone() for each in gradients]
+
     def _run(
         self,
         sent: Mapping[tuple[str, int], Sequence[Any]],
@@ -184,7 +191,3 @@ class Step:
                 each.clear()
             run.failure.raise_first()
         return run.collect()
-
-
-def _copies(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if each is None else each.clone() for each in gradients]

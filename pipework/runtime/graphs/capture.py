@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import torch
+
 from pipework.runtime.failure import add_note
 from pipework.runtime.graphs.static_tensor import StaticTensor
 from pipework.runtime.random.streams import RandomStream, mix
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import TypeAlias
 
-    import torch
     from torch import Tensor
 
+    from pipework.model.batchnorm import DeferredBatchNorms
     from pipework.runtime.graphs.device_graphs import Graph, Graphs, RandomState
     from pipework.runtime.random.streams import Key
     from pipework.runtime.stage.memory_meter import MemoryMeter
@@ -146,6 +148,7 @@ class Capture:
         graphs: of each worker.
         key: of the random numbers.
         goes_on: whether the run goes on without graphs if a forward cannot be captured.
+        deferred: the deferred batch norms of the layers.
 
     Attributes:
         scripts: what was captured, by the action's kind, stage and micro-batch.
@@ -157,7 +160,7 @@ class Capture:
         state: from which the layer that is being captured draws.
     """
 
-    def __init__(self, graphs: Mapping[int, Graphs], key: Key, *, goes_on: bool) -> None:
+    def __init__(self, graphs: Mapping[int, Graphs], key: Key, deferred: DeferredBatchNorms, *, goes_on: bool) -> None:
         self.scripts: dict[Address, list[Receiving | Sending | Replaying]] = {}
         self.sizes: dict[Address, tuple[int, int, int]] = {}
         self.gradients: dict[int, list[Tensor | None]] = {}
@@ -167,6 +170,7 @@ class Capture:
         self.within: dict[Address, Message] = {}
         self._graphs = graphs
         self._goes_on = goes_on
+        self._deferred = deferred
         self._states: dict[int, list[RandomState]] = {worker: [] for worker in graphs}
         self._open: _Open | None = None
         # Of the present part of an action. If the part begins once more, its messages have been received and sent.
@@ -190,6 +194,7 @@ class Capture:
             self._worker = worker
             self._script = self.scripts.setdefault((action.kind, index, action.micro_batch), [])
             self._received, self._sent = [], 0
+            moments = self._deferred.collected()
             while True:
                 self._reads = self._sends = 0
                 try:
@@ -202,6 +207,7 @@ class Capture:
                     # A backward cannot begin once more: its graph is consumed.
                     if not self._abort(error) or action.kind != "F" or not self._may_begin_again(error, run.stage):
                         raise
+                    self._deferred.collect(moments)
             self.gradients[index] = [leaf.grad for leaf in run.aliases.leaves]
 
         return captured
@@ -213,6 +219,11 @@ class Capture:
         graph, stack = self._graphs[self._worker].graph(), contextlib.ExitStack()
         stack.enter_context(graph.capture(self._states[self._worker]))
         self._open = _Open(graph, stack, [], _drawn_on_the_host())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an action is being captured."""
+        return self._open is not None
 
     def close(self) -> None:
         """The computation is over: its graph does what was captured."""
@@ -286,7 +297,8 @@ class Capture:
         stack, self._open, self.state = self._open.stack, None, None
         with contextlib.suppress(BaseException):  # the error itself, which is raised again
             stack.__exit__(type(error), error, error.__traceback__)
-        if not isinstance(error, _MoreStates):
+        torch.clear_autocast_cache()  # of casts that were captured, and have no values
+        if not isinstance(error, _MoreStates | torch.OutOfMemoryError):
             add_note(error, CANNOT)
         return True
 
@@ -334,6 +346,11 @@ class CapturedStream(RandomStream):
         super().__init__(key)
         self._capture = capture
         self.moves_generators = False  # the state in use is that of the device's generator
+
+    @property
+    def is_captured(self) -> bool:
+        """See `RandomStream.is_captured`."""
+        return self._capture.is_open
 
     def enter(self, layer: int, micro_batch: int) -> None:
         """See `RandomStream.enter`."""

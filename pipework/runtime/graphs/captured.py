@@ -18,11 +18,12 @@ from pipework.runtime.graphs.capture import Capture, Ports, Receiving, Sending
 from pipework.runtime.stage.stage_run import StageRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
     from pipework.model.batchnorm import DeferredBatchNorms, Moments
+    from pipework.runtime.device import WorkerDevice
     from pipework.runtime.graphs.device_graphs import Graphs
     from pipework.runtime.random.streams import Key, RandomStream
     from pipework.runtime.random.unseen_draws import Hold
@@ -44,7 +45,10 @@ class Captured:
         replayed: by stage, what follows the scripts; empty before the capture is over.
         given_up: why the step was not captured; None: it was.
         is_new: whether the latest run was that which captured.
+        deferred: the deferred batch norms of the layers; the executor sets it.
     """
+
+    deferred: DeferredBatchNorms
 
     def __init__(self, graphs: Mapping[int, Graphs], *, goes_on: bool) -> None:
         self._graphs = graphs
@@ -60,7 +64,7 @@ class Captured:
 
     def begin(self, key: Key) -> Capture:
         """The step is captured from now on."""
-        self.capture = Capture(self._graphs, key, goes_on=self._goes_on)
+        self.capture = Capture(self._graphs, key, self.deferred, goes_on=self._goes_on)
         return self.capture
 
     def end(self, runs: Mapping[int, StageRun]) -> None:
@@ -77,21 +81,25 @@ class Captured:
         if self.given_up is None:
             self.replayed = {stage: ReplayedStage(run, capture) for stage, run in runs.items()}
 
-    def collect(self, deferred: DeferredBatchNorms) -> None:
+    def collect(self) -> None:
         """After the workers have run: what they have collected for deferred batch norms."""
         if self.is_new:
-            self._moments = deferred.collected()
+            self._moments = self.deferred.collected()
         else:
-            deferred.collect(self._moments)
+            self.deferred.collect(self._moments)
 
-    def static_loss(self, loss: InnerLoss, device: torch.device) -> InnerLoss:
+    def static_loss(self, loss: InnerLoss, device: torch.device, workers: Iterable[WorkerDevice]) -> InnerLoss:
         """The loss of a step with its numbers in static tensors, which graphs read.
 
         Args:
             loss: as the caller has made it.
             device: of the last stage.
+            workers: those of accelerators.
         """
         weights, scale = loss.weights, loss.seed_scale
+        if weights is not None or isinstance(scale, torch.Tensor):
+            for worker in workers:
+                worker.hand_over(())  # the caller may have another stream than in the step before, which reads them
         if weights is not None:
             self._weights = _put(self._weights, weights, device)
         if isinstance(scale, torch.Tensor):

@@ -127,6 +127,7 @@ class Captures:
         """Frees what was captured."""
         for form in self._forms:
             self._drop(form)
+        self._graphs = {}
 
     def number_of(self, micro_batches: Sequence[Message]) -> int:
         """A number for the form of a mini-batch's inputs, from which processes without the inputs know the form."""
@@ -250,10 +251,10 @@ class Captures:
     def _drop(self, form: _Form) -> None:
         """Frees what a form has captured, which the devices may still replay."""
         if form.captured is not None:
-            form.captured = form.layers = None
             for device in self._devices.values():
                 if device.stream is not None:
                     device.stream.synchronize()
+            form.captured = form.layers = None
 
     def _give_up(self, text: str) -> None:
         """Nothing is captured from now on. Raises a ValueError if it was not asked to go on then."""

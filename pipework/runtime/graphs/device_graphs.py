@@ -133,18 +133,21 @@ class CudaGraph:
             torch_private.register_states(self._graph, [each.state for each in states])  # type: ignore[attr-defined]
             # A workspace of an earlier capture would be shared with graphs that may be dropped before this one.
             torch_private.clear_workspaces()
+            uses = self._pool.use_count()
             # Other threads may allocate and wait, such as NCCL's watchdog and those that load data.
             pool: Any = self._pool.id
             self._graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
-                yield
-                generator.graphsafe_set_state(own)
+                try:
+                    yield
+                finally:
+                    generator.graphsafe_set_state(own)
                 self._graph.capture_end()
             except BaseException:
-                generator.graphsafe_set_state(own)
-                torch_private.abort_capture(self._graph, self._device, self._pool.id)
+                torch_private.abort_capture(self._graph, self._device, self._pool, uses)
                 raise
-            torch_private.clear_workspaces()
+            finally:
+                torch_private.clear_workspaces()
 
     def replay(self) -> None:
         """See `Graph.replay`."""

@@ -151,6 +151,11 @@ class RandomStream:
                 hold.move(generator.seeded(self.seed()))
 
     @property
+    def is_captured(self) -> bool:
+        """Whether what this thread launches is captured as a graph."""
+        return False
+
+    @property
     def micro_batch(self) -> int:
         """The number of the present micro-batch."""
         return self._place[1]

@@ -135,8 +135,16 @@ def generators_given_up() -> Iterator[None]:
     """A context for a call that waits for other workers: they may need a generator that this thread holds.
 
     A layer that calls another pipe may do so while it holds the generator of its device.
+
+    Raises:
+        RuntimeError: the other workers would launch what this thread captures.
     """
     stream = kernels.thread_stream.stream
+    if stream is not None and stream.is_captured:
+        raise RuntimeError(
+            "a layer calls a pipe while it is captured as a graph, which would not have what the workers of that pipe "
+            "launch: call the layers of that pipe, or leave graphs= out"
+        )
     with contextlib.ExitStack() as stack:
         for hold in () if stream is None else list(stream.holds.values()):
             stack.enter_context(hold.given_up())

@@ -216,8 +216,6 @@ class StageRun:
         if loss is not None:
             receive = partial(loss.receive, receive, endpoint.receiver("target", index))
             receive_gradients = partial(loss.receive_gradient, self.kept)
-            if self.capture is not None:  # the gradient of the loss is written anew in each step
-                receive_gradients = observers.marking_before(self.capture.begin, receive_gradients)
         if self.tied is not None:
             self.tied.open(endpoint.sender, endpoint.receiver)
             receive_gradients = partial(self.tied.receive_gradients, receive_gradients)
@@ -227,10 +225,14 @@ class StageRun:
             receive, send = partial(ports.receive, receive), partial(ports.send, send)
             receive_gradients = partial(ports.receive_gradients, receive_gradients)
             send_gradients = partial(ports.send_gradients, send_gradients)
-        for mark in (before_computing, None if self.capture is None else self.capture.begin):
-            if mark is not None:
-                receive = observers.marking(mark, receive)
+        begin = None if self.capture is None else self.capture.begin
+        marks = [mark for mark in (before_computing, begin) if mark is not None]
+        for mark in marks:
+            receive = observers.marking(mark, receive)
+            if loss is None:
                 receive_gradients = observers.marking(mark, receive_gradients)
+        for mark in marks[::-1] if loss is not None else ():  # its gradient is computed, too, anew in each step
+            receive_gradients = observers.marking_before(mark, receive_gradients)
         if self.meter is not None:
             send = observers.counting(self.meter, send)
         return receive, send, receive_gradients, send_gradients

@@ -1,6 +1,7 @@
 """Steps that are captured action by action: equal to eager ones, and what cannot be captured is named."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from pipework import Pipe
+from pipework import Pipe, torch_private
+from pipework.runtime.device import Clock
+from tests.runtime.graphs.recorded import _Recorder
 
 pytestmark = pytest.mark.usefixtures("recorded_graphs")
 
@@ -92,3 +95,70 @@ def test_auto_goes_on_in_the_same_step() -> None:
         trained_alike([plain, auto])
     assert auto.graphs is not None
     assert (auto.graphs.captured, auto.graphs.replayed) == (0, 0)
+
+
+class Counted(nn.Module):
+    """A deferred batch norm, and then what a capture may refuse."""
+
+    def __init__(self, waits: bool) -> None:
+        super().__init__()
+        self.norm, self.inner, self.waits = nn.BatchNorm1d(6), nn.Linear(6, 6), waits
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(self.norm(x))
+        return y * y.detach().sum().item() if self.waits else y
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_forward_that_begins_once_more_leaves_no_moments_and_no_casts(waits: bool) -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), *(Counted(False) for _ in range(3)), Counted(waits), nn.Linear(6, 6))
+    options = {"balance": [1, 5], "devices": ["cpu"], "deferred_batch_norm": True}
+    pipes = pair(layers, "auto", schedule="interleaved-1f1b", chunks=2, **options)
+    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained_alike(pipes, rows=8)
+    assert pipes[1].graphs is not None
+    assert pipes[1].graphs.captured == (not waits)
+
+
+class Nested(nn.Module):
+    """Calls a pipe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipes = [Pipe(nn.Sequential(nn.Linear(6, 6)), devices=["cpu"])]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y: Tensor = self.pipes[0](x)
+        return x + y
+
+
+def test_a_layer_that_calls_a_pipe_is_refused() -> None:
+    pipe = pair(nn.Sequential(nn.Linear(6, 6), Nested(), nn.Linear(6, 6)))[1]
+    x, y = torch.randn(6, 6), torch.randn(6, 6)
+    for _ in range(4):
+        pipe(x, target=y).backward()
+    with pytest.raises(RuntimeError, match="a layer calls a pipe while it is captured"):
+        pipe(x, target=y)
+
+
+def test_no_time_is_taken_inside_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device it would be an event of the graph, which nobody can wait for."""
+    pipe = pair(blocks())[1]
+    x, y = torch.randn(6, 6), torch.randn(6, 6)
+    inside = []
+    now = Clock.now
+
+    def looking(clock: Clock) -> Any:
+        inside.append(any(isinstance(mode, _Recorder) for mode in torch_private.modes()))
+        return now(clock)
+
+    monkeypatch.setattr(Clock, "now", looking)
+    with pipe.record():
+        for _ in range(6):
+            pipe(x, target=y).backward()
+    assert pipe.graphs is not None
+    assert pipe.graphs.captured == 1
+    assert inside
+    assert not any(inside)
