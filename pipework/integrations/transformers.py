@@ -87,6 +87,9 @@ class TransformersAdapter(Adapter):
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 output_capturing.maybe_install_capturing_hooks(module)
+        for module in model.modules():
+            for hook in filter(_captures, torch_private.forward_hooks(module)):
+                hook.pipework_in_graph = True  # type: ignore[attr-defined]  # see `Fingerprint.hooked`
 
     def _refuse_recomputation(self) -> None:
         if any(module.gradient_checkpointing for module in self._recomputing):

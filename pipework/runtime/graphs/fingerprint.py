@@ -14,7 +14,7 @@ import torch
 from pipework import torch_private
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor, nn
 
@@ -44,7 +44,7 @@ class Fingerprint:
         self._attributes: list[tuple[dict[str, Any], str, Any, str]] = []
         self._sizes: list[tuple[dict[str, Any], int, str]] = []
         self._tensors: list[tuple[dict[str, Any], str, Tensor | None, int, bool, str]] = []
-        self._hooks: list[tuple[nn.Module, int, str]] = []
+        self._hooks: list[tuple[nn.Module, list[Callable[..., Any]], str]] = []
         for module, text in named.items():
             own = vars(module)
             for what, held in (("parameter", module._parameters), ("buffer", module._buffers)):
@@ -61,12 +61,18 @@ class Fingerprint:
             children: dict[str, Any] = module._modules
             self._sizes.append((children, len(children), f"the children of {text}"))
             self._attributes += [(children, name, each, f"child {name!r} of {text}") for name, each in children.items()]
-            self._hooks.append((module, len(torch_private.all_hooks(module)), text))
+            self._hooks.append((module, torch_private.all_hooks(module), text))
 
     @property
     def hooked(self) -> str:
-        """A layer that has hooks, which a graph does not call; empty: there is none."""
-        return next((text for _, count, text in self._hooks if count), "")
+        """A layer that has hooks, which a graph does not call; empty: there is none.
+
+        Hooks that only hand tensors on, so that the graph has all that they do, have the attribute `pipework_in_graph`.
+        """
+        for _, hooks, text in self._hooks:
+            if not all(getattr(hook, "pipework_in_graph", False) for hook in hooks):
+                return text
+        return ""
 
     def difference(self) -> str:
         """What is not as it was, for messages; empty: everything is."""
@@ -83,8 +89,8 @@ class Fingerprint:
                 return f"{text} was replaced"
             if tensor is not None and tensor.requires_grad != required:
                 return f"requires_grad of {text} was {required} and is {tensor.requires_grad}"
-        for module, count, text in self._hooks:
-            if len(torch_private.all_hooks(module)) != count:
+        for module, hooks, text in self._hooks:
+            if torch_private.all_hooks(module) != hooks:
                 return f"the hooks of {text} have changed"
         return ""
 
