@@ -22,6 +22,7 @@ from pipework import Mesh, Pipe, PipeWarning
 from pipework.schedule import schedule_spec
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
+CAPTURED = ("1f1b", "zb-v")  # once more, with graphs in the ranks if there is a card
 WORKERS, CHUNKS, STEPS = 2, 8, 3
 WIDTH, ROWS, LAYERS = 256, 128, 8
 
@@ -30,7 +31,7 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def pipe_of(schedule: str, mesh: Mesh | None, devices: list[torch.device]) -> Pipe:
+def pipe_of(schedule: str, mesh: Mesh | None, devices: list[torch.device], *, graphs: bool = False) -> Pipe:
     """Dropout in each layer, and recomputation of all micro-batches but the last."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(LAYERS)]
@@ -38,18 +39,18 @@ def pipe_of(schedule: str, mesh: Mesh | None, devices: list[torch.device]) -> Pi
     where: dict[str, Any] = {"devices": devices} if mesh is None else {"mesh": mesh}
     return Pipe(
         nn.Sequential(*blocks), CHUNKS, "except_last", schedule=schedule, loss_fn=F.cross_entropy,
-        balance=[LAYERS // stages] * stages, **where,
+        balance=[LAYERS // stages] * stages, graphs=graphs, **where,
     )  # fmt: skip
 
 
-def train(pipe: Pipe, device: torch.device) -> dict[str, Any]:
+def train(pipe: Pipe, device: torch.device, steps: int = STEPS) -> dict[str, Any]:
     """A few steps of SGD."""
     torch.manual_seed(1)
     x, y = torch.randn(ROWS, WIDTH), torch.randint(WIDTH, (ROWS,))
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     losses, norms = [], []
     gradients: dict[str, str] = {}
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         loss = pipe(x.to(device), target=y.to(device))
         loss.backward()
@@ -57,7 +58,8 @@ def train(pipe: Pipe, device: torch.device) -> dict[str, Any]:
         losses.append(loss.item().hex())
         gradients = {name: digest(each.grad) for name, each in pipe.named_parameters() if each.grad is not None}
         optimizer.step()
-    return {"losses": losses, "norms": norms, "gradients": gradients}
+    replayed = 0 if pipe.graphs is None else pipe.graphs.replayed
+    return {"losses": losses, "norms": norms, "gradients": gradients, "replayed": replayed}
 
 
 def main() -> None:
@@ -70,6 +72,9 @@ def main() -> None:
     else:
         devices = [torch.device("cpu")] * WORKERS
     found: dict[str, Any] = {name: train(pipe_of(name, mesh, devices), devices[0]) for name in SCHEDULES}
+    graphs = mesh is not None and devices[0].type == "cuda"
+    for name in CAPTURED:
+        found[f"{name}, captured"] = train(pipe_of(name, mesh, devices, graphs=graphs), devices[0], 2 * STEPS + 1)
     found["backend"] = None if mesh is None else torch.distributed.get_backend_config()
     found["finished"] = time.time()
     Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")

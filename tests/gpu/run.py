@@ -1,8 +1,8 @@
 """What somebody with an NVIDIA GPU runs: `make test-gpu`, at most five minutes.
 
-The tests marked `gpu`, two ranks through NCCL, parts of the card as devices, and `check-device`. At the end there is a
-table, above it the output of what has failed, and the exit status is 0 only if nothing has. The results are written to
-`benchmarks/results/DATE-test_gpu.json`.
+The tests marked `gpu`, captured steps, two ranks through NCCL, parts of the card as devices, and `check-device`. At the
+end there is a table, above it the output of what has failed, and the exit status is 0 only if nothing has. The results
+are written to `benchmarks/results/DATE-test_gpu.json`.
 """
 
 import argparse
@@ -97,6 +97,7 @@ def checks(report: Path, seconds: float) -> list[Check]:
     device = ["-m", "pipework", "check-device", "--json", "--seconds", f"{seconds:g}"]
     return [
         Check("tests marked gpu", [*pytest, "-n", str(PROCESSES), *marked()], 200.0, of_pytest),
+        Check("captured steps", [*pytest, "tests/gpu/test_graphs.py"], 90.0, of_pytest),
         Check("two ranks through NCCL", [*pytest, "tests/gpu/test_nccl.py"], 120.0, of_pytest),
         Check("parts of the card as devices", [*pytest, "tests/gpu/test_parts.py"], 60.0, of_pytest),
         Check("check-device", device, 60.0 + seconds, of_check_device),

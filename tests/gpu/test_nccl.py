@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks.two_processes import free_port
-from tests.gpu.ranks import SCHEDULES, WORKERS
+from tests.gpu.ranks import CAPTURED, SCHEDULES, WORKERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 110.0
@@ -73,12 +73,13 @@ def run_all(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[st
 def test_two_ranks_have_the_bits_of_two_threads_and_print_nothing(backend: str, tmp_path: Path) -> None:
     ranks, threads, printed = run_all(tmp_path)
     assert all(backend in rank["backend"] for rank in ranks)
-    for schedule in SCHEDULES:
+    for schedule in (*SCHEDULES, *(f"{each}, captured" for each in CAPTURED)):
         wanted = threads[schedule]
         gradients: dict[str, str] = {}
         for rank in ranks:
             assert rank[schedule]["losses"] == wanted["losses"], schedule
             assert rank[schedule]["norms"] == pytest.approx(wanted["norms"], rel=1e-5), schedule  # summed by rank
+            assert (rank[schedule]["replayed"] > 0) == (CARDS > 0 and "captured" in schedule)
             gradients |= rank[schedule]["gradients"]
         assert gradients == wanted["gradients"], schedule
     assert printed == ["", ""]
