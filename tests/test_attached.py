@@ -713,3 +713,22 @@ def test_beside_a_loss_that_is_right_such_rows_are_left_out() -> None:
     with pytest.warns(PipeWarning, match=r"None in place of output\['centred'\]: "), torch.no_grad():
         output = model(x, x)
     assert (output["centred"], output["x"].shape) == (None, x.shape)
+
+
+class Normed(nn.Module):
+    """The list of what makes the weight of its first layer is one of units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return loss_of(x, labels)
+
+
+def test_a_parametrized_layer_around_units() -> None:
+    assert_exact(Normed(), batch_of(Normed), chunks=4, balance=[1, 2])

@@ -13,6 +13,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from pipework import torch_private
 from pipework.model.parts import run as runs
@@ -213,7 +214,8 @@ def _container(kind: Any) -> Any:
 
 def _state_of(module: nn.Module) -> Any:
     """What a copy gets: the attributes alone, where `object` would make a tuple of them and the slot `unit_name`."""
-    is_own = type(module).__getstate__ is not object.__getstate__
+    # That of a parametrized module is an error, since its class cannot be found by name.
+    is_own = type(module).__getstate__ is not object.__getstate__ and not is_parametrized(module)
     return module.__getstate__() if is_own else vars(module)  # type: ignore[no-untyped-call]
 
 
