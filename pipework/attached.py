@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from pipework.assignment.assignment import assign
 from pipework.assignment.from_plan import planned
@@ -233,6 +235,7 @@ def attach(
     _leave_to_others(model, pipe, layers, cuttable)
     pipe._attached = AttachedModel(model, pipe, cuttable, forward)
     model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
+    _refuse_steps_without_pipe(model)
     if place is not None and loss_reduction == "mean":
         adapter.weighs(target, loss_weight)
     return pipe
@@ -332,6 +335,43 @@ def _leave_to_others(model: nn.Module, pipe: Pipe, layers: nn.Sequential, cuttab
         model.__dict__["named_parameters"] = functools.partial(own_parameters, model)
 
 
+def _refuse_steps_without_pipe(model: nn.Module) -> None:
+    """While the pipe is attached: an optimizer refuses gradients of the model that no run of the pipe has computed.
+
+    A trainer may put another forward on the model, or call modules of the model instead of the model. Its numbers are
+    then those of the model without a pipe, and nothing else would show that the pipe does not run.
+    """
+    of_model, of_forward = weakref.ref(model), weakref.ref(model.__dict__["forward"])
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        model, attached = of_model(), of_forward()
+        now = None if model is None else model.__dict__.get("forward")
+        if model is None or now is None or (attached is not None and attached._attached.trained_as == id(now)):
+            return
+        given = (each for group in optimizer.param_groups for each in group["params"] if each.grad is not None)
+        if {*model.parameters()}.isdisjoint(given):
+            return
+        name = type(model).__name__
+        why = f"nothing has called the {name} itself"
+        if now is not attached:
+            code: Any = getattr(now, "__code__", now)
+            why = f"its forward has been replaced by {getattr(code, 'co_qualname', now)}"
+        raise RuntimeError(
+            f"{type(optimizer).__name__} got gradients of a {name} that the attached pipe has not computed: {why}. "
+            "Attach a pipe to the module that is called in its place, such as the base_model of a model of "
+            "transformers, with schedule='gpipe' if the loss is computed outside of that module; or take the pipe off "
+            "with `del model.forward`"
+        )
+
+    def end() -> None:
+        if (model := of_model()) is None or "forward" not in model.__dict__:  # else it was replaced
+            hook.remove()
+
+    hook = register_optimizer_step_pre_hook(check)
+    weakref.finalize(model.__dict__["forward"], end)
+    weakref.finalize(model, hook.remove)
+
+
 @dataclass(frozen=True)
 class ForwardArguments:
     """The arguments of a model's forward, one of which is the target of its loss.
@@ -401,6 +441,9 @@ class AttachedModel:
         pipe: attached to it.
         cuttable: of the model.
         forward: what its forward takes.
+
+    Attributes:
+        trained_as: the id of the forward that the model had when the pipe last trained it.
     """
 
     def __init__(self, model: nn.Module, pipe: Pipe, cuttable: Cuttable, forward: ForwardArguments) -> None:
@@ -409,6 +452,7 @@ class AttachedModel:
         self.target = forward.target
         self.forward = forward
         self.containers = frozenset(cuttable.containers.values())  # each part has a copy of them
+        self.trained_as = 0
         parts = [layer for layer in pipe if isinstance(layer, Part)]
         self._following = Following(cuttable, parts, is_whole=len(pipe) == sum(pipe.balance))
 

@@ -403,6 +403,8 @@ class Pipe(Layers):
                 has_target=target is not None,
             )
             result, warnings = self._executor.run(inputs, keyword_inputs, target, loss_scale, call)
+        if self._attached is not None and call.training and call.grad:
+            self._attached.trained_as = id(vars(self._attached.model).get("forward"))
         # Not before: a warning may be an error, and the call has succeeded, in other processes too.
         for text in warnings:
             warn_caller(text)

@@ -4,6 +4,7 @@ import collections
 import copy
 import dataclasses
 import gc
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -211,6 +212,75 @@ def test_a_copy_has_a_pipe_of_its_own(copies: Callable[[nn.Module], nn.Module]) 
     assert torch.equal(loss.detach(), expected)
     assert_same(copied, plain)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def put_plain(model: Any) -> Any:
+    model.forward = types.MethodType(type(model).forward, model)  # nothing keeps the forward that was there
+    return model
+
+
+def put_around(model: Any) -> Any:
+    kept = model.forward
+    model.forward = lambda **batch: type(model).forward(model, **batch) if batch else kept()
+    return model
+
+
+def call_units(model: Any) -> Any:
+    return lambda pixels, labels: model.head(model.blocks[0](pixels.new_zeros(8, WIDTH))).sum()
+
+
+@pytest.mark.parametrize(
+    ("bypass", "has_trained", "why"),
+    [
+        (put_plain, False, "replaced by Vision.forward"),
+        (put_plain, True, "replaced by Vision.forward"),
+        (put_around, True, "replaced by put_around.*lambda"),
+        (call_units, False, "nothing has called the Vision itself"),
+    ],
+)
+def test_an_optimizer_refuses_gradients_that_were_computed_without_the_pipe(
+    bypass: Callable[[Any], Any], has_trained: bool, why: str
+) -> None:
+    model, batch = Vision(), batch_of(Vision)
+    attached(model, batch, chunks=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if has_trained:
+        loss_in(model(**batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_in(bypass(model)(**batch)).backward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=f"SGD got gradients of a Vision .*{why}.*base_model"):
+        optimizer.step()
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+    del model.forward
+    optimizer.step()
+
+
+def call_pipe(model: Any) -> Any:
+    pipe = attached(model, batch_of(Vision), chunks=4)
+    return lambda pixels, labels: pipe(pixels, labels, target=labels)
+
+
+def wrap(model: Any) -> Any:
+    attached(model, batch_of(Vision), chunks=4)
+    kept = model.forward
+    model.forward = lambda **batch: kept(**batch)
+    return model
+
+
+def take_off(model: Any) -> Any:
+    attached(model, batch_of(Vision), chunks=4)
+    del model.forward
+    return put_plain(model)
+
+
+@pytest.mark.parametrize("way", [call_pipe, wrap, take_off])
+def test_other_steps_go_on(way: Callable[[Any], Any]) -> None:
+    model = Vision()
+    called = way(model)
+    loss_in(called(**batch_of(Vision))).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])

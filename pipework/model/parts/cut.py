@@ -219,8 +219,8 @@ def refuse_own_forward(model: nn.Module) -> None:
     if "forward" in model.__dict__:
         raise CannotCut(
             f"the forward of this {type(model).__name__} has been replaced on the module itself, for example by "
-            "accelerator.prepare() or by attaching a pipe: cut the model before that; `del model.forward` takes a "
-            "pipe off again"
+            "accelerator.prepare() or by attaching a pipe: cut the model before that, or the module that the new "
+            "forward calls; `del model.forward` takes a pipe off again"
         )
 
 

@@ -99,7 +99,9 @@ class Following:
         """Raises a RuntimeError for an assignment to a container that its copies cannot follow."""
         for (kind, name), value in new.items():
             which = f"{type(module).__name__}.{name}"
-            if kind == "attribute" and (name == "forward" or refers_to_module(value)):
+            if kind == "attribute" and name == "forward":
+                raise _changed(f"{which} was replaced", where="to the module that the new forward calls")
+            if kind == "attribute" and refers_to_module(value):
                 raise _changed(f"{which} refers to a module and was assigned")
             if kind == "parameter" and not self._is_whole:
                 raise _changed(f"the parameter {which}, which other processes may have, too, was assigned")
@@ -122,10 +124,10 @@ class Following:
                 raise _changed(f"{place} was given hooks, which each part would call,")
 
 
-def _changed(what: str) -> RuntimeError:
+def _changed(what: str, where: str = "again") -> RuntimeError:
     return RuntimeError(
         f"{what} after the pipe was attached, which still runs the model as it was: take the pipe off with "
-        "`del model.forward`, and attach one again"
+        f"`del model.forward`, and attach one {where}"
     )
 
 

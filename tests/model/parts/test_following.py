@@ -97,7 +97,7 @@ def forward_of(model: Any) -> None:
         (lambda model: setattr(model, "extra", nn.Linear(4, 4)), "modules were added to the model itself"),
         (lambda model: model.inner.register_forward_hook(lambda *given: None), "inner .Inner. was given hooks"),
         (lambda model: model.inner.register_forward_pre_hook(lambda *given: None), "inner .Inner. was given hooks"),
-        (forward_of, "Inner.forward refers to a module and was assigned"),
+        (forward_of, "Inner.forward was replaced"),
         (lambda model: setattr(model, "chosen", [model.first]), "Model.chosen refers to a module and was assigned"),
         (lambda model: setattr(model, "inner", Inner()), "inner.blocks.0 of Model was replaced by another module"),
         (lambda model: parametrizations.weight_norm(model.first), "first of Model became a ParametrizedLinear"),
