@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.gpu import parts, ways
 from benchmarks.gpu.card import Card
-from benchmarks.gpu.llama import llama
+from benchmarks.gpu.llama import llama, llama_graphs
 from benchmarks.gpu.measure import Case
 from benchmarks.gpu.task import Task, loss_of
 from benchmarks.gpu.ways import Way
@@ -68,6 +68,18 @@ def four_parts_small(card: Card) -> Case:
     return _on_parts(task, card, 4, ("1f1b",))
 
 
+def graphs(card: Card) -> Case:
+    """Middling layers on four quarters of the card, as graphs of actions."""
+    task = Task(width=1024, blocks=16, chunks=16, rows=2, tokens=1024) if card.is_gpu else TINY
+    return _captured(task, card, 4, ("1f1b", "zb-h1"))
+
+
+def graphs_small(card: Card) -> Case:
+    """A model of GPT-2's size on four quarters of the card, as graphs of actions."""
+    task = Task(width=768, blocks=12, chunks=16, rows=1, tokens=512) if card.is_gpu else TINY
+    return _captured(task, card, 4, ("1f1b", "zb-h1"))
+
+
 # All have a limited time together, so the longer ones come before the last.
 CASES: Mapping[str, Callable[[Card], Case | None]] = MappingProxyType(
     {
@@ -77,6 +89,9 @@ CASES: Mapping[str, Callable[[Card], Case | None]] = MappingProxyType(
         "four-parts": four_parts,
         "llama": llama,
         "four-parts-small": four_parts_small,
+        "graphs-small": graphs_small,
+        "graphs": graphs,
+        "llama-graphs": llama_graphs,
     }
 )
 
@@ -115,6 +130,26 @@ def _on_parts(task: Task, card: Card, count: int, schedules: tuple[str, ...]) ->
         # Captured in the stream of the first worker: what it waits for and what waits for it are in the graph, too.
         made["1f1b as a graph"] = lambda: ways.as_graph(
             pipe("1f1b", one_thread=True), card, task.batch(card), on[0].stream
+        )
+    return _case(task, card, made)
+
+
+def _captured(task: Task, card: Card, count: int, schedules: tuple[str, ...]) -> Case:
+    """The plain model on one part as a graph, its stages at once, and pipes that capture their actions."""
+    on = parts.split(count) if card.is_gpu else []
+    sms = sum(part.sms for part in on) or card.sms
+    batch, each = task.batch(card), task.blocks // count
+
+    def at_once() -> Way:
+        layers = list(task.model(card))
+        models = [nn.Sequential(*layers[each * n : each * (n + 1)]) for n in range(count)]
+        return ways.at_once(models, loss_of, (batch, task.chunks), card, on)
+
+    made = _plain(task, card, on[0] if on else None) | {ways.AT_ONCE: at_once}
+    how = True if card.is_gpu else "auto"  # the CPU has no graphs
+    for schedule in schedules:
+        made[f"{schedule}, {ways.GRAPHS}"] = lambda schedule=schedule: ways.pipe_way(
+            _pipe(task, card, schedule, count, graphs=how), sms, on
         )
     return _case(task, card, made)
 

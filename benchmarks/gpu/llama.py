@@ -13,7 +13,7 @@ from benchmarks.gpu import parts
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.measure import Case
 from benchmarks.gpu.task import training_flops
-from benchmarks.gpu.ways import Way, plain
+from benchmarks.gpu.ways import GRAPHS, Way, as_graph, plain
 
 ROWS = 8  # as many micro-batches
 SHORT = 128
@@ -24,6 +24,15 @@ def llama(card: Card) -> Case | None:
 
     None, and a line of text, where transformers is not installed.
     """
+    return _case(card, captured=False)
+
+
+def llama_graphs(card: Card) -> Case | None:
+    """The same with graphs of actions, and the plain model as a graph."""
+    return _case(card, captured=True)
+
+
+def _case(card: Card, *, captured: bool) -> Case | None:
     try:
         from transformers import LlamaConfig
     except ImportError:
@@ -53,20 +62,26 @@ def llama(card: Card) -> Case | None:
     def attached(stages: int, on: list[parts.Part]) -> Way:
         model = _model(config, card)
         sample = {"input_ids": ids[:2], "labels": ids[:2]}
-        pipe = pipework.attach(model, sample, chunks=ROWS, checkpoint="never", devices=[card.device] * stages)
+        how = captured and (True if card.is_gpu else "auto")  # the CPU has no graphs
+        pipe = pipework.attach(
+            model, sample, chunks=ROWS, checkpoint="never", devices=[card.device] * stages, graphs=how
+        )
         if on:
             parts.compute_on(pipe, on)
         sms = sum(part.sms for part in on) or card.sms
         return Way(model, lambda x, y: model(input_ids=x, labels=y).loss.backward(), sms, ours=True, pipe=pipe)
 
+    suffix = f", {GRAPHS}" if captured else ""
     made: dict[str, Callable[[], Way | None]] = {
         "plain": lambda: alone(None),
-        "one stage": lambda: attached(1, []),
+        f"one stage{suffix}": lambda: attached(1, []),
     }
+    if captured and card.is_gpu:
+        made["plain as a graph"] = lambda: as_graph(alone(None), card, (ids, ids), torch.cuda.Stream(card.device))
     if on:
-        made |= {"plain on a half": lambda: alone(on[0]), "two halves": lambda: attached(2, on)}
+        made |= {"plain on a half": lambda: alone(on[0]), f"two halves{suffix}": lambda: attached(2, on)}
     else:
-        made["two stages"] = lambda: attached(2, [])
+        made[f"two stages{suffix}"] = lambda: attached(2, [])
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in _built(config, card.dtype).parameters())
     flops = training_flops(weights, config.num_hidden_layers, config.hidden_size, tokens) * ids.numel()

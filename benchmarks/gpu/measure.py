@@ -56,6 +56,7 @@ class Measured:
         difference: of the gradients from those of the plain model, as a share of the largest element of each tensor;
             None: they could not be compared.
         bitwise: whether they were computed so that they can be equal to the last bit.
+        actions: that the host launches in a step of a pipe.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -70,6 +71,7 @@ class Measured:
     predicted: float | None = None
     difference: float | None = None
     bitwise: bool = True
+    actions: int = 0
 
 
 @dataclass
@@ -97,14 +99,19 @@ def measure(case: Case, card: Card, rounds: int, seconds: float) -> Outcome:
                 continue
             for _ in range(way.warm_up):
                 way.clear()
+                before = card.used()
                 way.run(*case.batch)
+                if way.captures:  # a replay allocates nothing of what it takes
+                    way.grown = max(way.grown, card.most_used() - before)
             card.synchronize()
             ways[name] = way
         except Exception as error:
             _note(outcome, name, error)
     if not ways:
         return outcome
-    outcome.measured = {name: Measured(sms=way.sms, ours=way.ours, ideal=way.ideal()) for name, way in ways.items()}
+    outcome.measured = {
+        name: Measured(sms=way.sms, ours=way.ours, ideal=way.ideal(), actions=way.actions) for name, way in ways.items()
+    }
     candidates = {name: _candidate(way, case.batch, card, outcome.measured[name]) for name, way in ways.items()}
     once = sum(candidate() for candidate in candidates.values())
     for each in outcome.measured.values():
@@ -135,7 +142,7 @@ def _candidate(way: Way, batch: Batch, card: Card, times: Measured) -> harness.C
         way.clear()
         before = card.used()
         seconds, host = card.timed(way.run, *batch)
-        grown = way.grown if way.graph else card.most_used() - before
+        grown = way.grown if way.graph or way.captures else card.most_used() - before
         if card.is_gpu:
             weights = sum(parameter.nbytes for parameter in way.model.parameters())
             times.gib = max(times.gib, (weights + grown) / 2**30)
@@ -168,6 +175,8 @@ def _compare(case: Case, ways: Mapping[str, Way], outcome: Outcome) -> None:
     full = plain.gradients(*case.batch) if any(way.graph for way in ways.values()) else []
     for name, way in ways.items():
         each = outcome.measured[name]
+        if not way.is_compared:
+            continue
         try:
             if way.graph:
                 each.bitwise, apart = False, difference(way.gradients(*case.batch), full)

@@ -20,6 +20,10 @@ Step = Callable[[Any, Any], object]
 """Forward and backward of a mini-batch: its inputs and its target."""
 
 
+GRAPHS = "graphs"
+AT_ONCE = "stages at once"
+
+
 @dataclass
 class Way:
     """A way to train.
@@ -34,6 +38,7 @@ class Way:
         stream: that the caller uses; None: the default one.
         reads: the memory of a mini-batch, which a graph goes on to read.
         grown: the bytes that a step takes beside parameters, as far as is known yet.
+        is_compared: whether it has the gradients of the plain model.
     """
 
     model: nn.Module
@@ -45,6 +50,17 @@ class Way:
     stream: Any = None
     reads: Any = None
     grown: int = 0
+    is_compared: bool = True
+
+    @property
+    def captures(self) -> bool:
+        """Whether it is a pipe that captures its actions: the first mini-batches of each form run without."""
+        return self.pipe is not None and not self.graph and self.pipe.graphs is not None
+
+    @property
+    def actions(self) -> int:
+        """How many actions of a pipe the host launches in a step; 0: it is none."""
+        return 0 if self.pipe is None or self.graph else sum(map(len, self.pipe.schedule().orders))
 
     @property
     def warm_up(self) -> int:
@@ -62,7 +78,10 @@ class Way:
             self.step(x, y)
 
     def gradients(self, x: Any, y: Any) -> list[Tensor]:
-        """Of a step."""
+        """Of a step; of a pipe that captures, of one that is replayed."""
+        for _ in range(self.warm_up - 1 if self.captures else 0):
+            self.clear()
+            self.run(x, y)
         self.clear()
         self.run(x, y)
         if self.stream is not None:
@@ -119,6 +138,53 @@ def as_graph(way: Way, card: Card, batch: tuple[Any, Any], stream: Any) -> Way:
         way.model, lambda x, y: graph.replay(), way.sms, way.ours, way.pipe, graph=True, stream=stream, reads=batch,
         grown=grown,
     )  # fmt: skip
+
+
+def at_once(
+    models: Sequence[nn.Sequential],
+    loss_of: Callable[..., Tensor],
+    task: tuple[Any, int],
+    card: Card,
+    on: Sequence[parts.Part],
+) -> Way:
+    """The stages of a model at the same time, none of which waits for another: each a graph on a part of the card.
+
+    What it takes beside a share of the plain graph is the contention of the parts for memory and power.
+
+    Args:
+        models: the layers of the stages.
+        loss_of: for each stage.
+        task: the mini-batch, and the number of micro-batches.
+        card: on which.
+        on: the parts; none: one after the other, and no graphs.
+    """
+    batch, chunks = task
+
+    def step_of(model: nn.Module, *, is_first: bool) -> Step:
+        def step(x: Tensor, y: Tensor) -> None:
+            for piece, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
+                given = piece if is_first else piece.detach().requires_grad_()
+                (loss_of(model(given), target) / chunks).backward()
+
+        return step
+
+    each = [Way(model, step_of(model, is_first=not number), 1) for number, model in enumerate(models)]
+    graphs = [as_graph(way, card, batch, part.stream) for way, part in zip(each, on, strict=False)]
+
+    def step(x: Any, y: Any) -> None:
+        if not graphs:
+            for way in each:
+                way.step(x, y)
+            return
+        caller = torch.cuda.current_stream(card.device)
+        for graph in graphs:
+            graph.stream.wait_stream(caller)
+            graph.run(x, y)
+        for graph in graphs:
+            caller.wait_stream(graph.stream)
+
+    sms = sum(part.sms for part in on) or card.sms
+    return Way(nn.ModuleList(models), step, sms, graph=bool(graphs), reads=batch, is_compared=False)
 
 
 def of_pytorch(model: nn.Module, loss_of: Callable[..., Tensor], chunks: int, card: Card) -> Way:

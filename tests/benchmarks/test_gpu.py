@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks import harness
 from benchmarks.gpu import parts, run
 from benchmarks.gpu.card import Card
-from benchmarks.gpu.measure import Case, difference, measure
+from benchmarks.gpu.measure import Case, Measured, difference, measure
 from benchmarks.gpu.ways import Way, plain
 from pipework import Pipe
 from pipework.testing import draw_key, reference_step
@@ -76,8 +76,34 @@ def test_a_case_that_takes_too_long_is_a_line_and_what_was_measured_is_saved(
     assert list(json.loads(saved.read_text())["cases"]) == ["plain", "llama"]
 
 
+@pytest.mark.usefixtures("recorded_graphs")
+def test_pipes_that_capture_are_compared_when_they_replay(capsys: Any) -> None:
+    options = ["--device", "cpu", "--rounds", "3", "--seconds", "0", "--case", "graphs-small"]
+    assert run.main(options) == 0
+    printed = capsys.readouterr().out
+    assert "| 1f1b, graphs " in printed
+    assert "| zb-h1, graphs" in printed
+    assert "REACHED: graphs-small: the largest difference of gradients: 0 " in printed
+
+
+def test_the_ideal_of_captured_pipes_is_that_of_stages_at_the_same_time() -> None:
+    plain, at_once = Measured([8.0], sms=1), Measured([2.5], sms=4)
+    pipe = Measured([4.0], [0.001], sms=4, ours=True, ideal=0.375, actions=100)
+    found = {"plain": plain, "stages at once": at_once, "1f1b, graphs": pipe}
+    host, ideal = run._captured("case", found)
+    assert host.measured == pytest.approx(10.0)
+    assert ideal.measured == pytest.approx(4.0 / (2.5 * 4 * 0.375))
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize(("case", "way"), [("one-stage", "torch.distributed.pipelining"), ("llama", "two stages")])
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        ("one-stage", "torch.distributed.pipelining"),
+        ("llama", "two stages"),
+        ("llama-graphs", "two stages, graphs"),
+    ],
+)
 def test_other_libraries_and_a_llama_compute_the_same_gradients(run_python: RunPython, case: str, way: str) -> None:
     options = ["--device", "cpu", "--rounds", "3", "--seconds", "0", "--case", case]
     done = run_python(["-m", "benchmarks.gpu.run", *options], cwd=ROOT)
