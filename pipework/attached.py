@@ -26,6 +26,7 @@ from pipework.model.parts.outputs import output_dims
 from pipework.model.parts.part import Part
 from pipework.model.parts.run import Message
 from pipework.model.parts.sample import Arguments, LossPlace, arguments_of, as_given, single_rows
+from pipework.model.parts.side_effects import unchanged_by_errors
 from pipework.model.row_dimensions import Layout
 from pipework.pipe import Pipe, backend_for
 from pipework.planning.balance import balance_by_time
@@ -198,46 +199,47 @@ def attach(
     if split is None:
         layout = Layout.of_sample(layout.names, layout.target, *as_given(sample))
     layout.is_given = True
-    # 2. A dry run shows how the model may be cut, what it returns, where its loss is, and how that counts labels.
-    if deferred_batch_norm:
-        convert_deferred_batch_norm(model, chunks)
-    adapter = adapter_for(model)
-    cuttable = Cuttable(model, sample, blocks=blocks, adapter=adapter, has_rows=split is None)
-    forward = ForwardArguments(signature_of(type(model).forward.__get__(model)), target)
-    names = forward.by_name(*cuttable.sample)
-    place = LossPlace.in_result(cuttable.result) if loss_fn is None and target in names else None
-    if place is None:
-        forward = replace(forward, target=None)
-    else:
-        if loss_weight is None and loss_reduction == "mean":
-            loss_weight = adapter.loss_weight(
-                names[target],
-                cuttable.result,
-                lambda labels: cuttable.result_of(*forward.with_argument(cuttable.sample, target, labels)),
-            )
-        settings = replace(settings, loss_fn=place, loss_weight=loss_weight)
-    settings = replace(settings, split=None if split is None else functools.partial(forward.split, split))
-    # 3. The model is cut into a part for each stage, and parts, loss and outputs are compared with the model's own.
-    if plan is not None:
-        settings = planned(settings, cuttable.sequential(), usual="1f1b")
-    layers = cuttable.sequential(_balance(cuttable, settings) if settings.balance is None else settings.balance)
-    if settings.loss_fn is None:
-        _refuse_without_loss(cuttable, layers, settings, target, names)
-    if split is None and not has_micro_batches(*as_given(sample)):
-        layout.outputs = output_dims(cuttable, layout)
-    if check and mesh is None:
-        check_parts(cuttable, layers)
-        _check_rows(cuttable, sample, settings, forward, place, layout)
-    # 4. A pipe of the parts is made, and the model's forward runs in it.
-    pipe = Pipe(layers, **vars(settings) | {"balance": [1] * len(layers), "plan": None})
-    pipe._executor.settings = replace(pipe._executor.settings, plan=plan)  # the plan is of units
-    pipe._executor.layout = layout
-    _leave_to_others(model, pipe, layers, cuttable)
-    pipe._attached = AttachedModel(model, pipe, cuttable, forward)
-    model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
-    _refuse_steps_without_pipe(model)
-    if place is not None and loss_reduction == "mean":
-        adapter.weighs(target, loss_weight)
+    with unchanged_by_errors(model) as before:
+        # 2. A dry run shows how the model may be cut, what it returns, where its loss is, and how that counts labels.
+        if deferred_batch_norm:
+            convert_deferred_batch_norm(model, chunks)
+        adapter = adapter_for(model)
+        cuttable = Cuttable(model, sample, blocks=blocks, adapter=adapter, has_rows=split is None)
+        forward = ForwardArguments(signature_of(type(model).forward.__get__(model)), target)
+        names = forward.by_name(*cuttable.sample)
+        place = LossPlace.in_result(cuttable.result) if loss_fn is None and target in names else None
+        if place is None:
+            forward = replace(forward, target=None)
+        else:
+            if loss_weight is None and loss_reduction == "mean":
+                loss_weight = adapter.loss_weight(
+                    names[target],
+                    cuttable.result,
+                    lambda labels: cuttable.result_of(*forward.with_argument(cuttable.sample, target, labels)),
+                )
+            settings = replace(settings, loss_fn=place, loss_weight=loss_weight)
+        settings = replace(settings, split=None if split is None else functools.partial(forward.split, split))
+        # 3. The model is cut into a part for each stage, and parts, loss and outputs are compared with the model's own.
+        if plan is not None:
+            settings = planned(settings, cuttable.sequential(), usual="1f1b")
+        layers = cuttable.sequential(_balance(cuttable, settings) if settings.balance is None else settings.balance)
+        if settings.loss_fn is None:
+            _refuse_without_loss(cuttable, layers, settings, target, names)
+        if split is None and not has_micro_batches(*as_given(sample)):
+            layout.outputs = output_dims(cuttable, layout)
+        if check and mesh is None:
+            check_parts(cuttable, layers, before)
+            _check_rows(cuttable, sample, settings, forward, place, layout)
+        # 4. A pipe of the parts is made, and the model's forward runs in it.
+        pipe = Pipe(layers, **vars(settings) | {"balance": [1] * len(layers), "plan": None})
+        pipe._executor.settings = replace(pipe._executor.settings, plan=plan)  # the plan is of units
+        pipe._executor.layout = layout
+        _leave_to_others(model, pipe, layers, cuttable)
+        pipe._attached = AttachedModel(model, pipe, cuttable, forward)
+        model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
+        _refuse_steps_without_pipe(model)
+        if place is not None and loss_reduction == "mean":
+            adapter.weighs(target, loss_weight)
     return pipe
 
 

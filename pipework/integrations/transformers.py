@@ -25,11 +25,13 @@ from transformers.utils import output_capturing
 from pipework import torch_private
 from pipework.model.parts.adapter import Adapter, SideOutputs
 from pipework.model.parts.leaves import flatten, held_by, unflatten
+from pipework.model.parts.side_effects import put_back
 from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+_HAS_HOOKS = "_output_capturing_hooks_installed"
 _ITEMS = "num_items_in_batch"
 _FORM = "return_dict"
 _CACHES = ("past_key_values", "cache")  # until transformers 5.23, and since
@@ -84,9 +86,11 @@ class TransformersAdapter(Adapter):
             ValueError: the model recomputes its layers itself.
         """
         self._refuse_recomputation()
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                output_capturing.maybe_install_capturing_hooks(module)
+        models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        for one in models:
+            # In models inside that have hooks, as backbones have them, transformers would install all hooks again.
+            with put_back([each for each in models if vars(each).get(_HAS_HOOKS)], values=False):
+                output_capturing.maybe_install_capturing_hooks(one)
         for module in model.modules():
             for hook in filter(_captures, torch_private.forward_hooks(module)):
                 hook.pipework_in_graph = True  # type: ignore[attr-defined]  # see `Fingerprint.hooked`

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from pipework.model.parts.cut import Cuttable
     from pipework.model.parts.sample import Arguments
+    from pipework.model.parts.side_effects import Attributes
 
 _FACTORS: Final = (1.0, 0.25, 0.5)
 _DRAWS: Final = (
@@ -37,7 +38,7 @@ _DRAWS: Final = (
 )  # fmt: skip
 
 
-def check_parts(cuttable: Cuttable, layers: nn.Sequential) -> None:
+def check_parts(cuttable: Cuttable, layers: nn.Sequential, before: Attributes) -> None:
     """Raises a ValueError if the parts give another result for the rows of the dry run than the model itself.
 
     Both run in evaluation mode and without gradients. Flags, buffers and random states stay as they are.
@@ -45,6 +46,7 @@ def check_parts(cuttable: Cuttable, layers: nn.Sequential) -> None:
     Args:
         cuttable: of the model; nothing is compared if a part of it is on the meta device.
         layers: the parts.
+        before: the attributes with which the model runs: those that it had before it was cut.
     """
     if not runs_here(cuttable):
         return
@@ -52,7 +54,10 @@ def check_parts(cuttable: Cuttable, layers: nn.Sequential) -> None:
     arguments, keywords = cuttable.adapter.inputs(*cuttable.sample)
     with evaluating(model, layers):
         own, named = mapped(Tensor, torch.clone, (arguments, keywords))
-        expected = cuttable.adapter.result(type(model).forward(model, *own, **named))
+        with put_back([model], values=False):
+            before.put_back()
+            with in_mode(model.modules(), training=False):
+                expected = cuttable.adapter.result(type(model).forward(model, *own, **named))
         own, named = mapped(Tensor, torch.clone, (arguments, keywords))
         where = _difference(expected, _through(layers, own, named))
     if where is not None:

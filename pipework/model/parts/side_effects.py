@@ -61,16 +61,41 @@ def in_mode(modules: Iterable[nn.Module], *, training: bool) -> Iterator[None]:
             attributes["training"] = flag
 
 
-@contextlib.contextmanager
-def put_back(modules: Iterable[nn.Module], *, values: bool) -> Iterator[None]:
-    """Afterwards modules, and all modules below them, have the attributes that they had before.
+class Attributes:
+    """The attributes that modules, and all modules below them, have at present.
 
     Lists, dicts, sets and deques keep their identity and get back their elements, at any depth. Other objects that an
     attribute refers to are left alone.
 
     Args:
-        modules: whose attributes the block may change.
+        modules: whose attributes may change.
         values: whether tensors that are no parameters get back their values, too.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, values: bool) -> None:
+        self._containers: list[tuple[Any, Any]] = []
+        seen: set[int] = set()
+        found: list[Tensor] = []
+        for module in modules:
+            for each in module.modules():
+                _collect(vars(each), self._containers, found, seen)
+        has_values = (each for each in found if not each.is_meta and type(each).__torch_dispatch__ is _PLAIN_DISPATCH)
+        self._tensors = [(each, each.detach().clone()) for each in has_values] if values else []
+
+    def put_back(self) -> None:
+        """Gives the modules these attributes again."""
+        for container, elements in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(elements)
+        for tensor, before in self._tensors:
+            if not torch.equal(tensor, before):  # an equal one is not written to: a graph may need it
+                with torch.no_grad():
+                    tensor.copy_(before)
+
+
+@contextlib.contextmanager
+def put_back(modules: Iterable[nn.Module], *, values: bool) -> Iterator[None]:
+    """Afterwards modules have the attributes that they had before; see `Attributes`.
 
     Example:
         >>> layer = nn.BatchNorm1d(2)
@@ -79,24 +104,31 @@ def put_back(modules: Iterable[nn.Module], *, values: bool) -> Iterator[None]:
         >>> layer.training, layer.running_mean
         (True, tensor([0., 0.]))
     """
-    seen: set[int] = set()
-    containers: list[tuple[Any, Any]] = []
-    found: list[Tensor] = []
-    for module in modules:
-        for each in module.modules():
-            _collect(vars(each), containers, found, seen)
-    has_values = (each for each in found if not each.is_meta and type(each).__torch_dispatch__ is _PLAIN_DISPATCH)
-    tensors = [(each, each.detach().clone()) for each in has_values] if values else []
+    before = Attributes(modules, values=values)
     try:
         yield
     finally:
-        for container, elements in containers:
-            container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(elements)
-        for tensor, before in tensors:
-            if not torch.equal(tensor, before):  # an equal one is not written to: a graph may need it
-                with torch.no_grad():
-                    tensor.copy_(before)
+        before.put_back()
+
+
+@contextlib.contextmanager
+def unchanged_by_errors(model: nn.Module) -> Iterator[Attributes]:
+    """Gives the attributes that a model has before the block, which has them again if the block fails.
+
+    Example:
+        >>> layer = nn.ReLU()
+        >>> with contextlib.suppress(ValueError), unchanged_by_errors(layer):
+        ...     layer.inplace = True
+        ...     raise ValueError
+        >>> layer.inplace
+        False
+    """
+    before = Attributes([model], values=False)
+    try:
+        yield before
+    except BaseException:
+        before.put_back()
+        raise
 
 
 def _collect(value: Any, containers: list[tuple[Any, Any]], tensors: list[Tensor], seen: set[int]) -> None:

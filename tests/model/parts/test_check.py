@@ -9,6 +9,7 @@ from torch.nn import functional
 from pipework import MicroBatches, NoChunk, attach
 from pipework.model.parts.check import check_parts
 from pipework.model.parts.cut import Cuttable
+from pipework.model.parts.side_effects import Attributes
 from tests.model.parts.models import WIDTH
 
 X = torch.randn(8, WIDTH)
@@ -30,10 +31,10 @@ class Net(nn.Module):
         return x if here or self.other[0] is None else self.other[0](x)
 
 
-def compare(model: nn.Module) -> None:
+def compare(model: nn.Module, before: Attributes | None = None) -> None:
     cuttable = Cuttable(model, X, blocks=None)
     assert cuttable.sample[0][0].shape == (2, WIDTH), "the first rows are enough"
-    check_parts(cuttable, cuttable.sequential())
+    check_parts(cuttable, cuttable.sequential(), before or Attributes([model], values=False))
 
 
 def test_nothing_changes() -> None:
@@ -55,6 +56,22 @@ def test_a_difference_of_values_shapes_dtypes_or_nesting_is_named() -> None:
             compare(Net(other))
     with torch.device("meta"):
         compare(Net(lambda x: x + 1))  # without values
+
+
+class Scaled(Net):
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * self.factor
+
+
+def test_the_parts_give_what_the_model_gave_before_it_was_cut() -> None:
+    model = Scaled()
+    before = Attributes([model], values=False)
+    model.factor = 2.0
+    with pytest.raises(ValueError, match="parts of Scaled give another result"):
+        compare(model, before)
+    assert model.factor == 2.0
 
 
 ROWS = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
