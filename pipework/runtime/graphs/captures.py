@@ -218,7 +218,7 @@ class Captures:
 
     def _new(self, found: _Form) -> Captured | None:
         """A step of this form that is to be captured; None: the layers do not allow it."""
-        layers = Fingerprint(self._layers)
+        layers = Fingerprint(self._layers, {device.device.type for device in self._devices.values()})
         if layers.hooked and "hooks" not in self._how:
             self._give_up(
                 f"{layers.hooked} has hooks, which a graph does not call: remove them, or say that they need be called "

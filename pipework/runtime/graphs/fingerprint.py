@@ -7,18 +7,26 @@ buffers       the same tensors: a forward changes them in place                 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from pipework import torch_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Set
 
     from torch import Tensor, nn
 
 _PLAIN: Final = (bool, int, float, str, type(None))
+
+
+class _Place(NamedTuple):
+    """What graphs have of a tensor: where it lies, and how often it was changed where its values are in graphs."""
+
+    address: int = 0
+    requires_grad: bool = False
+    version: int = 0
 
 
 class Fingerprint:
@@ -26,16 +34,17 @@ class Fingerprint:
 
     Args:
         modules: with their names; those inside of them count, too.
+        kinds: the types of the devices that have graphs. The values of tensors elsewhere are in the graphs, too.
 
     Example:
         >>> from torch import nn
         >>> layer = nn.Dropout(0.1)
-        >>> before = Fingerprint([("0", layer)])
+        >>> before = Fingerprint([("0", layer)], {"cuda"})
         >>> before.difference(), setattr(layer, "p", 0.2), before.difference()
         ('', None, "attribute 'p' of layer '0' (Dropout) was 0.1 and is 0.2")
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], kinds: Set[str]) -> None:
         named = {
             each: f"layer {path!r} ({type(each).__name__})"
             for name, module in modules
@@ -43,19 +52,20 @@ class Fingerprint:
         }
         self._attributes: list[tuple[dict[str, Any], str, Any, str]] = []
         self._sizes: list[tuple[dict[str, Any], int, str]] = []
-        self._tensors: list[tuple[dict[str, Any], str, Tensor | None, int, bool, str]] = []
+        self._tensors: list[tuple[dict[str, Any], str, Tensor | None, _Place, str]] = []
+        self._kinds = kinds
         self._hooks: list[tuple[nn.Module, list[Callable[..., Any]], str]] = []
         for module, text in named.items():
             own = vars(module)
             for what, held in (("parameter", module._parameters), ("buffer", module._buffers)):
                 self._sizes.append((held, len(held), f"the {what}s of {text}"))
                 self._tensors += [
-                    (held, name, *_place(each), f"{what} {name!r} of {text}") for name, each in held.items()
+                    (held, name, each, self._place(each), f"{what} {name!r} of {text}") for name, each in held.items()
                 ]
             self._sizes.append((own, len(own), f"the attributes of {text}"))
             for name, value in own.items():
                 if isinstance(value, torch.Tensor):
-                    self._tensors.append((own, name, *_place(value), f"attribute {name!r} of {text}"))
+                    self._tensors.append((own, name, value, self._place(value), f"attribute {name!r} of {text}"))
                 elif type(value) in _PLAIN:
                     self._attributes.append((own, name, value, f"attribute {name!r} of {text}"))
             children: dict[str, Any] = module._modules
@@ -83,17 +93,26 @@ class Fingerprint:
             now = held.get(name, self)
             if now is not value and (type(now) is not type(value) or type(now) not in _PLAIN or now != value):
                 return f"{text} was {value!r} and is {now!r}" if type(value) in _PLAIN else f"{text} was replaced"
-        for held, name, tensor, address, required, text in self._tensors:
+        for held, name, tensor, (address, required, version), text in self._tensors:
             now = held.get(name)
-            if now is not tensor or (tensor is not None and tensor.data_ptr() != address):
+            if now is not tensor:
                 return f"{text} was replaced"
-            if tensor is not None and tensor.requires_grad != required:
-                return f"requires_grad of {text} was {required} and is {tensor.requires_grad}"
+            if now is None:
+                continue
+            present = self._place(now)
+            if present.address != address:
+                return f"{text} was replaced"
+            if present.requires_grad != required:
+                return f"requires_grad of {text} was {required} and is {now.requires_grad}"
+            if present.version != version:
+                return f"{text}, a tensor on {now.device}, was changed"
         for module, hooks, text in self._hooks:
             if torch_private.all_hooks(module) != hooks:
                 return f"the hooks of {text} have changed"
         return ""
 
-
-def _place(tensor: Tensor | None) -> tuple[Tensor | None, int, bool]:
-    return tensor, 0 if tensor is None else tensor.data_ptr(), tensor is not None and tensor.requires_grad
+    def _place(self, tensor: Tensor | None) -> _Place:
+        if tensor is None:
+            return _Place()
+        is_read = tensor.device.type not in self._kinds and not tensor.is_inference()
+        return _Place(tensor.data_ptr(), tensor.requires_grad, torch_private.version(tensor) if is_read else 0)

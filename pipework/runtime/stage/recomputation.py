@@ -172,8 +172,12 @@ class MutableBuffers:
         training = [(module, module.training) for layer in self._modules for module in layer.modules()]
         return Snapshot(clones, marks, [], training)
 
-    def learn(self, before: Snapshot) -> Snapshot:
+    def learn(self, before: Snapshot, *, compares: bool = True) -> Snapshot:
         """After a first pass: remembers which large buffers it has changed. Returns the snapshot for the second pass.
+
+        Args:
+            before: the first pass.
+            compares: whether there are values yet.
 
         Raises:
             RuntimeError: a large buffer has changed that did not change in the first checkpointed pass.
@@ -188,7 +192,7 @@ class MutableBuffers:
         known = {slot.identity for slot, _ in (*before.clones, *before.marks)}
         created = [slot for slot in self._slots() if slot.identity not in known]
         kept = before.clones
-        if not self._compared:
+        if compares and not self._compared:
             self._compared = True
             self._mutable = {slot.identity for slot, clone in before.clones if _has_changed(slot, clone)}
             kept = [
@@ -301,6 +305,7 @@ class Recomputation:
         in_place: finds in-place changes of the inputs.
         loss: computed after the layers; None: by no or by another stage.
         any_skips: whether gradients of skips may come to the stage or leave it.
+        compares: whether values may be compared; while actions are captured there are none.
     """
 
     def __init__(
@@ -312,6 +317,7 @@ class Recomputation:
         loss: LossRun | None,
         *,
         any_skips: bool,
+        compares: bool,
     ) -> None:
         self._stage = stage
         self._aliases = aliases
@@ -320,7 +326,8 @@ class Recomputation:
         self._in_place = in_place
         self._loss = loss
         self._is_differentiated = loss is not None or any_skips
-        self._check = RecomputeCheck(stage.recompute_looks)
+        self._compares = compares
+        self._check = RecomputeCheck(stage.recompute_looks if compares else iter(()))
 
     def begin(self, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> FirstPass:
         """Before the first pass: what it runs on, and what is kept for the second one.
@@ -345,7 +352,7 @@ class Recomputation:
                     "loss, or use checkpoint='never'"
                 )
             loss.targets[micro_batch] = first.target
-        buffers = self._stage.buffers.learn(first.given.buffers)
+        buffers = self._stage.buffers.learn(first.given.buffers, compares=self._compares)
         if self._is_differentiated or any(output.requires_grad for output in outputs):
             self._kept.put_inputs(micro_batch, first.given._replace(buffers=buffers))  # 3
             self._check.keep(micro_batch, outputs)

@@ -111,6 +111,7 @@ class StageRun:
             self.in_place,
             self.loss,
             any_skips=self.ports is not None and self.ports.any_gradients,
+            compares=spec.captured is None,
         )
         self.situation = (loss is None, stage.training, len(self.aliases.leaves))
 

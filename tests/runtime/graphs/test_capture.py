@@ -162,3 +162,20 @@ def test_no_time_is_taken_inside_of_a_capture(monkeypatch: pytest.MonkeyPatch) -
     assert pipe.graphs.captured == 1
     assert inside
     assert not any(inside)
+
+
+def test_a_stage_that_is_recomputed_for_the_first_time_is_captured() -> None:
+    """Values are compared in the first recomputations of a stage, and in a capture there are none."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4)))
+    layers[0][1].register_buffer("large", torch.zeros(20_000))
+    pipes = pair(layers, checkpoint="always")
+    for pipe in pipes:
+        pipe.train()
+        for layer in list(pipe.children())[:2]:
+            layer.eval()
+    trained_alike(pipes, 5)
+    for pipe in pipes:
+        pipe.train()
+    trained_alike(pipes, 3)
+    assert pipes[1].graphs is not None
+    assert pipes[1].graphs.captured == 2
