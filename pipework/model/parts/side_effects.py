@@ -17,7 +17,7 @@ from pipework.model.parts.skeleton import own_attributes
 from pipework.model.parts.trace import CannotCut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 _COLLECTIONS = (list, dict, set, OrderedDict)
@@ -65,20 +65,27 @@ class Attributes:
     """The attributes that modules, and all modules below them, have at present.
 
     Lists, dicts, sets and deques keep their identity and get back their elements, at any depth. Other objects that an
-    attribute refers to are left alone.
+    attribute refers to are left alone, except what is beside the bytes of a parameter of another library's class.
 
     Args:
         modules: whose attributes may change.
         values: whether tensors that are no parameters get back their values, too.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, values: bool) -> None:
+    def __init__(self, modules: Collection[nn.Module], *, values: bool) -> None:
         self._containers: list[tuple[Any, Any]] = []
         seen: set[int] = set()
         found: list[Tensor] = []
         for module in modules:
             for each in module.modules():
                 _collect(vars(each), self._containers, found, seen)
+        # In evaluation bitsandbytes repacks weights on the CPU, which rounds their scales.
+        own = {id(each): each for module in modules for each in module.parameters() if type(each) is not nn.Parameter}
+        stored = [each for each in own.values() if type(each).__torch_dispatch__ is _PLAIN_DISPATCH]
+        self._stored = [(each, each.data) for each in stored]
+        for attributes in map(vars, stored):
+            beside = [vars(each) for each in attributes.values() if hasattr(each, "__dict__")]
+            self._containers += [(each, dict(each)) for each in (attributes, *beside)]
         has_values = (each for each in found if not each.is_meta and type(each).__torch_dispatch__ is _PLAIN_DISPATCH)
         self._tensors = [(each, each.detach().clone()) for each in has_values] if values else []
 
@@ -87,6 +94,9 @@ class Attributes:
         for container, elements in self._containers:
             container.clear()
             (container.extend if isinstance(container, list | deque) else container.update)(elements)
+        for parameter, data in self._stored:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
         for tensor, before in self._tensors:
             if not torch.equal(tensor, before):  # an equal one is not written to: a graph may need it
                 with torch.no_grad():
@@ -94,7 +104,7 @@ class Attributes:
 
 
 @contextlib.contextmanager
-def put_back(modules: Iterable[nn.Module], *, values: bool) -> Iterator[None]:
+def put_back(modules: Collection[nn.Module], *, values: bool) -> Iterator[None]:
     """Afterwards modules have the attributes that they had before; see `Attributes`.
 
     Example:

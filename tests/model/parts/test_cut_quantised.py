@@ -43,6 +43,23 @@ def test_classes_and_their_attributes_survive(kind: type[nn.Linear]) -> None:
     assert torch.equal(loss_in(model(**batch)).detach(), plain_step(plain, batch, 2))
 
 
+class Repacks(PackedLinear):
+    """In evaluation it stores its bytes anew and rounds their scales, as bitsandbytes does on some CPUs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and not x.requires_grad:
+            self.weight.data, state = self.weight.data.clone(), self.weight.quant_state
+            state.scales = state.scales.bfloat16().float()
+        return super().forward(x)
+
+
+def test_attach_changes_no_weights_that_are_repacked_in_evaluation() -> None:
+    model, batch = Quantised(Repacks), batch_of(Quantised)
+    plain = copy.deepcopy(model)
+    attached(model, batch, balance=[3, 3])
+    assert torch.equal(loss_in(model(**batch)).detach(), plain_step(plain, batch, 2))
+
+
 def test_a_checkpoint_has_the_bytes_and_their_scales(tmp_path: Path) -> None:
     batch = batch_of(Quantised)
     models = [Quantised(PackedLinear) for _ in range(2)]
