@@ -10,7 +10,6 @@ Each of these runs is a `PipeRun`.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +115,9 @@ class Step:
         if (captured := self._spec.captured) is not None:
             captured.end(self._runs)
             # The next step overwrites what its graphs have left.
-            self._gradients = {stage: self._copied_gradients(stage) for stage in self._runs}
+            self._gradients = {stage: _copies(run.aliases.gradients()) for stage, run in self._runs.items()}
+            for device in self._engine.accelerators:
+                device.wait_for_caller()  # the next step may be called from another stream
         return results
 
     def backward(self, gradients: Sequence[tuple[Tensor | None, ...]], *, retain_graph: bool) -> list[Message]:
@@ -158,12 +159,6 @@ class Step:
         self._engine.stages[stage].device.hand_over(gradients)
         return gradients
 
-    def _copied_gradients(self, stage: int) -> list[Tensor | None]:
-        """In the stream of the worker, which overwrites them; the caller's next step may have another stream."""
-        with self._engine.stages[stage].device.stream or contextlib.nullcontext():
-            gradients = self._runs[stage].aliases.gradients()
-            return [None if each is None else each.clone() for each in gradients]
-
     def _run(
         self,
         sent: Mapping[tuple[str, int], Sequence[Any]],
@@ -191,3 +186,7 @@ class Step:
                 each.clear()
             run.failure.raise_first()
         return run.collect()
+
+
+def _copies(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if each is None else each.clone() for each in gradients]

@@ -4,6 +4,7 @@ Where there is no card, what can be run on the CPU with recorded operators in pl
 """
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -198,7 +199,7 @@ def test_the_caller_may_call_from_one_stream_and_another(card: torch.device) -> 
     streams = [torch.cuda.Stream(card) for _ in range(2)]
     found = []
     for pipe in pipes:
-        batches, losses = [data(pipe, number) for number in range(6)], []
+        batches, losses = [data(pipe, number) for number in range(10)], []
         torch.cuda.synchronize(card)
         torch.manual_seed(0)
         with same_bits_twice():
@@ -219,6 +220,7 @@ def test_memory_is_at_most_a_quarter_more(card: torch.device) -> None:
     x, y = (torch.randn(16, 256, 512, device=card) for _ in range(2))
     most = []
     for graphs in (False, True):
+        gc.collect()
         torch.cuda.synchronize(card)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(card)

@@ -234,8 +234,11 @@ class Captures:
                 )
         if self._off:
             return None
-        # The pools of a failed capture cannot be used again.
-        if not self._graphs or found.captured is None or not found.captured.replayed:
+        # All forms share the pools, since nothing in these outlives a step. Those of a failed capture are of no use.
+        failed = [each for each in self._forms if each.captured is not None and not each.captured.replayed]
+        for each in failed:
+            self._drop(each)
+        if failed or not self._graphs:
             self._graphs = {worker: graphs_on(device) for worker, device in self._devices.items()}
         self._drop(found)
         for other in [each for each in self._forms if each.captured is not None][: -FORMS + 1]:
