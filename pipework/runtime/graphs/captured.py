@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipework.runtime.graphs.capture import Capture, Ports, Receiving, Sending
+from pipework.runtime.stage.actions import HANDLERS
 from pipework.runtime.stage.stage_run import StageRun
 
 if TYPE_CHECKING:
@@ -155,10 +156,10 @@ class ReplayedStage(StageRun):
 
         def replay(action: Action) -> None:
             kind, stage, micro_batch, _ = action
-            for step in scripts[kind, stage, micro_batch]:
+            for step in scripts.get((kind, stage, micro_batch), ()):  # a W of a stage that defers nothing has none
                 step.replay(ports, micro_batch)
 
-        return {kind: replay for kind, _, _ in scripts}
+        return {kind: replay for kind in HANDLERS if kind in self._table}
 
     def disconnect(self) -> None:
         """See `StageRun.disconnect`: what there was to learn was learned when the step was captured."""

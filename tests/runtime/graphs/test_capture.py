@@ -179,3 +179,14 @@ def test_a_stage_that_is_recomputed_for_the_first_time_is_captured() -> None:
     trained_alike(pipes, 3)
     assert pipes[1].graphs is not None
     assert pipes[1].graphs.captured == 2
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_a_stage_that_defers_nothing_is_replayed(schedule: str) -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 6))
+    pipes = pair(layers, schedule=schedule, balance=[1, 1, 1, 1] if schedule == "zb-v" else [1, 3])
+    for pipe in pipes:
+        pipe[3].requires_grad_(False)
+    trained_alike(pipes)
+    assert pipes[1].graphs is not None
+    assert pipes[1].graphs.replayed == 3
