@@ -235,7 +235,7 @@ def attach(
         pipe._executor.settings = replace(pipe._executor.settings, plan=plan)  # the plan is of units
         pipe._executor.layout = layout
         _leave_to_others(model, pipe, layers, cuttable)
-        pipe._attached = AttachedModel(model, pipe, cuttable, forward)
+        pipe._attached = AttachedModel(model, pipe, layers, cuttable, forward)
         model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
         _refuse_steps_without_pipe(model)
         if place is not None and loss_reduction == "mean":
@@ -441,15 +441,22 @@ class AttachedModel:
     Args:
         model: the model.
         pipe: attached to it.
+        layers: the parts of all stages.
         cuttable: of the model.
         forward: what its forward takes.
 
     Attributes:
         trained_as: the id of the forward that the model had when the pipe last trained it.
+        spans: what each stage computes.
+        units: the names of all units.
     """
 
-    def __init__(self, model: nn.Module, pipe: Pipe, cuttable: Cuttable, forward: ForwardArguments) -> None:
+    def __init__(
+        self, model: nn.Module, pipe: Pipe, layers: nn.Sequential, cuttable: Cuttable, forward: ForwardArguments
+    ) -> None:
         self.model = model
+        self.spans = [layer.span for layer in layers if isinstance(layer, Part)]
+        self.units = tuple(cuttable.units)
         self.adapter = cuttable.adapter
         self.target = forward.target
         self.forward = forward

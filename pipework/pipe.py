@@ -458,7 +458,8 @@ class Pipe(Layers):
         each other down, which this does not know.
 
         Args:
-            inputs: of a mini-batch, as for the pipe itself. All micro-batches are taken to be like the largest one.
+            inputs: of a mini-batch, as for the pipe itself, or for the model to which it is attached. All micro-batches
+                are taken to be like the largest one.
             target: likewise; None: the loss is outside.
             optimizer: counts, too: of the pipe's parameters, or how many numbers one keeps for each of them, such as 2
                 for Adam.
@@ -482,6 +483,12 @@ class Pipe(Layers):
         if not self._backend.is_whole:
             raise ValueError("predict runs all stages in one process: make a pipe without a mesh to have it predicted")
         self._refuse_to_run_without_data()
+        if (attached := self._attached) is not None:  # is called as its model is
+            attached.follow(self)
+            if attached.target == "target" and target is not None:
+                keyword_inputs["target"] = target
+            inputs, keyword_inputs, names = attached.call_of(inputs, keyword_inputs)
+            target = names.get(attached.target, target) if attached.target else target
         return self._executor.predict(
             inputs, keyword_inputs, target, optimizer=optimizer, timeout=timeout, progress=progress
         )

@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 def table(pipe: Pipe) -> str:
     """The partitions with their devices and sizes, then schedule, chunks, checkpoint mode, graphs and predicted bubble.
 
-    For a partition in another process, only its rank and number of layers are known. If layers are sharded, a column
+    Of a pipe that is attached to a model, a partition has units of the model instead of layers. For a partition in
+    another process, only its rank is known, and its number of layers or its units. If layers are sharded, a column
     says how much of them is in this process. The bubble is the idle share of the workers' time if all partitions take
     equally long and a backward takes twice as long as a forward.
     """
-    heading = f"Pipe: {counted(sum(pipe.balance), 'layer')} in {counted(len(pipe.balance), 'partition')}"
+    attached = pipe._attached
+    of_model = "" if attached is None else f" of {type(attached.model).__name__}"
+    what, count = ("layer", sum(pipe.balance)) if attached is None else ("unit", len(attached.units))
+    heading = f"Pipe{of_model}: {counted(count, what)} in {counted(len(pipe.balance), 'partition')}"
     if not pipe.balance:
         return heading
     if len(pipe.stages) < len(pipe.balance):
@@ -27,7 +31,7 @@ def table(pipe: Pipe) -> str:
     schedule = pipe.schedule()
     here = dict(zip(pipe.stages, pipe.partitions, strict=True))
     sharded = any(is_over_processes(parameter) for partition in here.values() for parameter in partition.parameters())
-    rows = [("partition", "device", "layers", "parameters", "bytes", *(["bytes here"] if sharded else []))]
+    rows = [("partition", "device", f"{what}s", "parameters", "bytes", *(["bytes here"] if sharded else []))]
     for number, layers in enumerate(pipe.balance):
         worker = schedule.placement[number]
         device = str(pipe.devices[worker])
@@ -37,10 +41,13 @@ def table(pipe: Pipe) -> str:
         elif schedule.workers != schedule.stages:
             device = f"{device} (worker {worker})"
         if number not in here:
-            rows.append((str(number), device, f"({layers})", *(["-"] * (len(rows[0]) - 3))))
+            elsewhere = f"({layers})" if attached is None else attached.spans[number].ends
+            rows.append((str(number), device, elsewhere, *(["-"] * (len(rows[0]) - 3))))
             continue
         parameters, names = list(here[number].parameters()), list(here[number]._modules)
         layers_here = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+        if attached is not None:
+            layers_here = attached.spans[number].ends
         sizes = [sum(each.nbytes for each in parameters)]
         sizes += [sum(local_part(each).nbytes for each in parameters)] if sharded else []
         count = sum(each.numel() for each in parameters)

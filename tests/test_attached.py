@@ -803,3 +803,22 @@ class Normed(nn.Module):
 
 def test_a_parametrized_layer_around_units() -> None:
     assert_exact(Normed(), batch_of(Normed), chunks=4, balance=[1, 2])
+
+
+def test_a_pipe_is_predicted_as_its_model_is_called_and_errors_name_the_block() -> None:
+    model, batch = Plain(), batch_of(Plain)
+    pipe = attach(model, batch, chunks=2, balance=[1, 3], devices=["cpu", "cpu"])
+    for target in ({}, {"target": batch["labels"]}):
+        assert len(pipe.predict(**batch, **target, timeout=0).stages) == 2
+
+    def fail(*_: Any) -> None:
+        raise ValueError("of the block")
+
+    model.blocks[2].register_forward_hook(fail)
+    with pytest.raises(ValueError, match="of the block") as caught:
+        model(**batch)
+    assert caught.value.__notes__ == [
+        "pipework: in blocks.2 (Linear)",
+        "pipework: in the part blocks.1 .. blocks.3 (3)",
+        "pipework: stage 1, micro-batch 0, action F",
+    ]

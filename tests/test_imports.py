@@ -46,7 +46,7 @@ MAY_IMPORT = {
         "values",
     },
     "model": {"autograd", "runtime", "runtime.random", "runtime.stage", "values"},
-    "model.parts": {"model", "runtime.random", "values"},
+    "model.parts": {"model", "runtime", "runtime.random", "values"},
     "model.loss": {"model", "runtime", "runtime.random", "runtime.stage", "values"},
     "planning": {"assignment.minimax", "schedule", "schedule.analysis", "schedule.draw"},
     "assignment.minimax": set(),

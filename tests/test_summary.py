@@ -1,8 +1,9 @@
 import pytest
 from torch import nn
 
-from pipework import Pipe
+from pipework import Pipe, attach
 from pipework.summary import readable_bytes, table
+from tests.model.parts.models import Plain, batch_of
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,14 @@ def test_a_row_for_each_partition_and_the_predicted_bubble():
 def test_graphs_are_named(how, text):
     pipe = Pipe(nn.Sequential(nn.Linear(8, 8)), devices=["cpu"], graphs=how)
     assert f"checkpoint 'except_last', {text}bubble" in table(pipe)
+
+
+def test_a_pipe_of_a_model_shows_its_units():
+    model = Plain()
+    pipe = attach(model, batch_of(Plain), chunks=4, balance=[1, 3], devices=["cpu", "cpu"])
+    assert table(pipe).splitlines()[:-1] == [
+        "Pipe of Plain: 4 units in 2 partitions",
+        "  partition  device  units                     parameters  bytes",
+        "          0  cpu     blocks.0                          42  168 B",
+        "          1  cpu     blocks.1 .. blocks.3 (3)         126  504 B",
+    ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import torch_private
-from pipework.runtime.stage.layer_errors import layer_text
+from pipework.runtime.stage.layer_errors import modules_with_text
 
 if TYPE_CHECKING:
     import threading
@@ -38,10 +38,9 @@ def modules_with_batch_second(layers: Iterable[tuple[str, nn.Module]]) -> list[t
     for name, layer in layers:
         if any(torch_private.is_compiled(each) or isinstance(each, torch.jit.ScriptModule) for each in layer.modules()):
             continue
-        place = layer_text(name, layer)
-        for path, module in layer.named_modules():
-            if getattr(module, "batch_first", None) is False:
-                found.append((f"{path!r} ({type(module).__name__}) of {place}" if path else place, module))
+        found += [
+            (text, each) for each, text in modules_with_text(name, layer) if getattr(each, "batch_first", None) is False
+        ]
     return found
 
 

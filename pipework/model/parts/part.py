@@ -90,6 +90,11 @@ class Part(nn.Module):
         self._runs[kind] = number + 1
         return number < _WATCHED_FIRST or is_checked(number)
 
+    @property
+    def units_text(self) -> str:
+        """The part as messages and tables call it: by its units, whose names are the model's."""
+        return self.span.ends
+
     def units_here(self) -> dict[str, nn.Module]:
         """The units of this part by their names in the model, whose hooks and dictionaries of tensors they share."""
         units = (module for module in self.model.modules() if isinstance(module, Unit) and not module.is_elsewhere)

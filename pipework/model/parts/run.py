@@ -15,6 +15,7 @@ from torch import Tensor
 from pipework import torch_private
 from pipework.model.parts.leaves import Absent, flatten, held_by, mapped, tensors_in, unflatten
 from pipework.model.parts.trace import EARLIER, LATER, Source, input_name, positional_names
+from pipework.runtime.failure import add_note
 from pipework.runtime.random.streams import streams_inside
 
 if TYPE_CHECKING:
@@ -172,6 +173,9 @@ class PartRun:
         try:
             with contextlib.nullcontext() if self.watch is None else self.watch.outside():
                 output = unit.computed(*arguments, **keywords)
+        except BaseException as error:
+            add_note(error, f"in {unit.unit_name} ({type(unit).__name__})")
+            raise
         finally:
             self.is_computing = False
         if beside := self._side_outputs.since(before) if before else {}:

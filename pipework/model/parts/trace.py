@@ -145,6 +145,23 @@ class PartSpan:
             found.setdefault(unit_of(name), []).append(call)
         return {unit: tuple(calls) for unit, calls in found.items()}
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of the units that compute here, in the order of their first calls."""
+        return tuple(dict.fromkeys(map(unit_of, self.trace.order[self.start : self.stop])))
+
+    @property
+    def ends(self) -> str:
+        """The first and the last unit, for messages.
+
+        Example:
+            >>> trace = Trace("Net", ("blocks.0#0", "blocks.1#0", "blocks.0#1"))
+            >>> PartSpan(trace, 0, 2, False).ends, PartSpan(trace, 2, 3, True).ends
+            ('blocks.0 .. blocks.1 (2)', 'blocks.0')
+        """
+        names = self.units
+        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+
     @cached_property
     def _read_later(self) -> frozenset[Source]:
         return frozenset(source for source, uses in self.trace.uses.items() if max(uses, default=-1) >= self.stop)

@@ -15,17 +15,30 @@ from pipework.runtime.failure import add_note
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 def layer_text(name: str, module: nn.Module) -> str:
-    """What a layer is called in messages.
+    """What a layer is called in messages; a part of a model is called by its units.
 
     Example:
         >>> layer_text("0", nn.ReLU())
         "layer '0' (ReLU)"
     """
-    return f"layer {name!r} ({type(module).__name__})"
+    units = getattr(module, "units_text", None)
+    return f"layer {name!r} ({type(module).__name__})" if units is None else f"the part {units}"
+
+
+def modules_with_text(name: str, layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The modules of a layer, with what they are called in messages; those of a part have the model's names.
+
+    Example:
+        >>> [text for _, text in modules_with_text("1", nn.Sequential(nn.Linear(4, 4)))]
+        ["layer '1' (Sequential)", "'0' (Linear) of layer '1' (Sequential)"]
+    """
+    of_layer, prefix = layer_text(name, layer), getattr(layer, "state_prefix", "")
+    for path, module in layer.named_modules():
+        yield module, f"{path.removeprefix(prefix)!r} ({type(module).__name__}) of {of_layer}" if path else of_layer
 
 
 def note_returned(error: BaseException, value: Any, giver: str | None, taker: str) -> None:
@@ -84,13 +97,8 @@ def doubtful_modules(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str,
         >>> doubtful_modules([("0", nn.Linear(2, 2)), ("1", nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)))])
         [("'0' (Embedding) of layer '1' (Sequential)", Embedding(4, 2, max_norm=1.0))]
     """
-    found = []
-    for name, layer in layers:
-        for path, module in layer.named_modules():
-            if isinstance(module, torch.jit.ScriptModule) or _renorms(module):
-                within = f"{path!r} ({type(module).__name__}) of " if path else ""
-                found.append((within + layer_text(name, layer), module))
-    return found
+    named = [each for layer in layers for each in modules_with_text(*layer)]
+    return [(text, module) for module, text in named if isinstance(module, torch.jit.ScriptModule) or _renorms(module)]
 
 
 def refuse_untrainable(found: Sequence[tuple[str, nn.Module]], *, recomputes: bool) -> None:

@@ -92,7 +92,9 @@ class Stage:
     @property
     def place(self) -> str:
         """The stage and its layers, as messages call them."""
-        return f"stage {self.index} (layers {self.layers[0].name!r} to {self.layers[-1].name!r})"
+        first, last = self.layers[0], self.layers[-1]
+        inside = layer_text(last.name, last.module) if first is last else f"layers {first.name!r} to {last.name!r}"
+        return f"stage {self.index} ({inside})"
 
     @property
     def last_layer(self) -> str:
