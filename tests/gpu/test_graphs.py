@@ -217,7 +217,7 @@ def test_the_caller_may_call_from_one_stream_and_another(card: torch.device) -> 
 @on_card
 def test_memory_is_at_most_a_quarter_more(card: torch.device) -> None:
     layers = nn.Sequential(*(Block(512, 8) for _ in range(8))).to(card)
-    x, y = (torch.randn(16, 256, 512, device=card) for _ in range(2))
+    x, y = (torch.randn(64, 256, 512, device=card) for _ in range(2))
     most = []
     for graphs in (False, True):
         gc.collect()

@@ -190,3 +190,22 @@ def test_a_stage_that_defers_nothing_is_replayed(schedule: str) -> None:
     trained_alike(pipes)
     assert pipes[1].graphs is not None
     assert pipes[1].graphs.replayed == 3
+
+
+class NoMemory(nn.Module):
+    """Finds no memory in a capture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if any(isinstance(mode, _Recorder) for mode in torch_private.modes()):
+            raise torch.OutOfMemoryError("no memory")
+        return x
+
+
+def test_no_memory_is_no_fault_of_the_layers() -> None:
+    pipe = pair(nn.Sequential(nn.Linear(6, 6), NoMemory(), nn.Linear(6, 6)))[1]
+    x, y = torch.randn(6, 6), torch.randn(6, 6)
+    for _ in range(4):
+        pipe(x, target=y).backward()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        pipe(x, target=y)
+    assert "cannot be captured" not in " ".join(caught.value.__notes__)
