@@ -76,6 +76,7 @@ class StepCall(NamedTuple):
         given: for micro-batches that the caller has made, the rows of each, -1 if it has none; processes that have
             neither inputs nor targets may know -1 only. None: the pipe splits the mini-batch.
         form: a number for the form of the inputs, see `Captures`; 0: it is of no use. The first rank's counts.
+        layers: a number for the layers of each worker's process, see `Captures`; None: nothing is captured.
     """
 
     training: bool
@@ -92,6 +93,7 @@ class StepCall(NamedTuple):
     target_is_unread: bool = False
     given: Sequence[int] | None = None
     form: int = 0
+    layers: Sequence[int] | None = None
 
     def reading(self, batch: MiniBatch) -> StepCall:
         """The call in the process that reads the inputs.

@@ -148,8 +148,9 @@ class Executor:
 
         # 2. All processes know the call.
         call = call._replace(gradients=batch.required_gradients if call.grad else 0)
-        if engine.captures is not None and self._backend.is_first:
-            call = call._replace(form=engine.captures.number_of(batch.micro_batches))
+        if engine.captures is not None and call.training and call.grad:
+            form = engine.captures.number_of(batch.micro_batches) if self._backend.is_first else 0
+            call = call._replace(form=form, layers=[engine.captures.number_of_layers()])
         read = batch if self._backend.is_first else None
         call = self._backend.begin(call, read, (inputs, keyword_inputs), target)
         if read is None:
@@ -189,7 +190,7 @@ class Executor:
     ) -> Captured | None:
         """The step as graphs; None: it runs without."""
         captures, loss = engine.captures, batch.loss
-        if captures is None or not (call.training and call.grad):
+        if captures is None or call.layers is None:
             return None
         why = ""
         if loss is None:
@@ -199,9 +200,9 @@ class Executor:
         elif loss.seen is not None or self.doubts.looks_at_layers(batch):
             why = "the layers are looked at"
         numbers = None if loss is None else loss.form
-        computes = call._replace(key=None, recorded=False, everywhere=False)
+        computes = call._replace(key=None, layers=None, recorded=False, everywhere=False)
         form = program, computes, context._replace(saved_tensor_hooks=None), numbers
-        captured = captures.step(form, batch.targets or [], why)
+        captured = captures.step(form, call.layers, batch.targets or [], why)
         if captured is not None and loss is not None:
             captured.deferred = self.deferred
             batch.loss = captured.static_loss(loss, self._devices[-1], engine.accelerators)

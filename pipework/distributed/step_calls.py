@@ -236,6 +236,8 @@ class StepCalls:
         self._check_data(records)
         call, has_target = records[self._first].call, records[self._last].call.has_target
         agreed = call._replace(has_target=has_target, target_is_unread=call.has_target and not has_target)
+        if mine.call.layers is not None:
+            agreed = agreed._replace(layers=[number for each in records for number in each.call.layers or ()])
         if not gradients_are_there(mine.call.gradients, agreed.gradients):
             raise ValueError(
                 f"an input requires a gradient on rank {self._ranks[self._worker]}, which rank "

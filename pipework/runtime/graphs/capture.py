@@ -23,6 +23,7 @@ import torch
 from pipework.runtime.failure import add_note
 from pipework.runtime.graphs.static_tensor import StaticTensor
 from pipework.runtime.random.streams import RandomStream, mix
+from pipework.values.nested import same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -65,14 +66,31 @@ class Receiving:
     Attributes:
         name: of its address.
         statics: for its tensors; None: a tensor is missing.
+        structure: around them.
     """
 
     name: Name
     statics: tuple[StaticTensor | None, ...]
+    structure: Any
 
     def replay(self, ports: Ports, micro_batch: int) -> None:
-        """Copies the message of this step."""
-        tensors, _ = ports.receivers[self.name](micro_batch)
+        """Copies the message of this step.
+
+        Raises:
+            RuntimeError: it is of another form, as only another process may send it.
+        """
+        tensors, structure = ports.receivers[self.name](micro_batch)
+        is_callers = self.name == ("F", 0) or self.name[0] == "target"  # which the form of the step describes
+        alike = is_callers or (len(tensors) == len(self.statics) and same(structure, self.structure))
+        if not alike or not all(
+            tensor is None if static is None else static.fits(tensor)
+            for static, tensor in zip(self.statics, tensors, strict=True)
+        ):
+            raise RuntimeError(
+                f"a stage received another form of message {self.name[0]!r} than its graph was captured for: let the "
+                "layers of the other process return equal shapes, dtypes and values beside tensors in each step, or "
+                "leave graphs= out"
+            )
         for static, tensor in zip(self.statics, tensors, strict=True):
             if static is not None:
                 static.fill(tensor)
@@ -266,7 +284,7 @@ class Capture:
                 graphs = self._graphs[self._worker]
                 pairs = [(None, None) if each is None else StaticTensor.filled(each, graphs) for each in tensors]
                 message = tuple([leaf for leaf, _ in pairs]), structure
-                self._script.append(Receiving(name, tuple([static for _, static in pairs])))
+                self._script.append(Receiving(name, tuple([static for _, static in pairs]), structure))
             self._received.append(message)
         return self._received[self._reads - 1]
 

@@ -63,7 +63,7 @@ class _Form:
         form: as above.
         seen: so many of its mini-batches have run without graphs.
         captured: its step; None: it was not captured.
-        layers: as they were when it was captured.
+        layers: the numbers of all processes, when it was captured.
         is_used: whether it was replayed.
         useless: so many captures in a row were not.
     """
@@ -72,7 +72,7 @@ class _Form:
         self.form = form
         self.seen = 0
         self.captured: Captured | None = None
-        self.layers: Fingerprint | None = None
+        self.layers: Sequence[int] = ()
         self.is_used = False
         self.useless = 0
 
@@ -104,6 +104,9 @@ class Captures:
         self._forms: list[_Form] = []
         self._graphs: dict[int, Graphs] = {}
         self._off = ""
+        self._fingerprint: Fingerprint | None = None  # of the layers as they are
+        self._layers_number = 0
+        self._changed = ""
         for worker, device in devices.items():
             if not can_capture(device.device):
                 self._give_up(
@@ -142,23 +145,58 @@ class Captures:
             self._inputs.popitem(last=False)
         return number
 
-    def step(self, form: tuple[Any, ...], targets: Sequence[Message], why: str) -> Captured | None:
+    def number_of_layers(self) -> int:
+        """A number for the layers of this process as they are; 0: it goes on without graphs.
+
+        What a stage sends depends on its layers. So all processes capture anew if those of one have changed.
+
+        Raises:
+            ValueError: the layers cannot be captured, and it was not asked to go on without.
+        """
+        changed = "the layers are new" if self._fingerprint is None else self._fingerprint.difference()
+        if changed and not self._off:
+            self._refuse_layers()
+        if self._off:
+            return 0
+        self._changed = changed
+        if changed:
+            self._fingerprint = Fingerprint(self._layers, {each.device.type for each in self._devices.values()})
+            self._layers_number += 1
+        return self._layers_number
+
+    def _refuse_layers(self) -> None:
+        """Gives up if graphs cannot compute what a layer computes."""
+        for name, layer in self._layers:
+            if fsdp_modules([layer]) or any(map(is_dtensor, layer.parameters())):
+                self._give_up(f"layer {name!r} has DTensors, whose operators communicate: leave graphs= out")
+            if has_random_state(layer):
+                self._give_up(
+                    f"layer {name!r} has a recurrent module with dropout, which draws from a state of its own: leave "
+                    "graphs= out"
+                )
+
+    def step(
+        self, form: tuple[Any, ...], layers: Sequence[int], targets: Sequence[Message], why: str
+    ) -> Captured | None:
         """The captured step for a training step; a new one is still to be captured; None: it runs without graphs.
 
         Args:
             form: of the mini-batch, without its targets.
+            layers: their numbers, of all processes.
             targets: of the mini-batch.
             why: why it must run without graphs; empty: nothing is known.
 
         Raises:
             ValueError: the layers cannot be captured, and it was not asked to go on without.
         """
+        if 0 in layers and not self._off:
+            self._give_up(f"worker {layers.index(0)} goes on without graphs, and its messages may differ in each step")
         found = self._found((*form, [_described(each) for each in targets]))
         found.seen += 1
         why = why or self._off
         if not why and found.seen <= FIRST:
             why = f"the first {FIRST} mini-batches of each form run without graphs"
-        captured = None if why else self._usable(found) or self._new(found)
+        captured = None if why else self._usable(found, layers) or self._new(found, layers)
         if captured is None:
             self.count = self.count._replace(eager=self.count.eager + 1, why=why or self._off)
         return captured
@@ -172,12 +210,11 @@ class Captures:
         if not captured.is_new:
             self.count = self.count._replace(replayed=self.count.replayed + 1)
             return []
-        found = next(each for each in self._forms if each.captured is captured)
-        assert found.layers is not None
+        assert self._fingerprint is not None
         if captured.given_up is not None:
             place = "; ".join(getattr(captured.given_up, "__notes__", ()))
             self._give_up(f"{captured.given_up} ({place})")
-        elif changed := found.layers.difference():
+        elif changed := self._fingerprint.difference():
             self._give_up(
                 f"{changed} by its own forward, which a graph does not do again: change a buffer in place (.copy_(), "
                 ".add_()), or leave graphs= out"
@@ -201,13 +238,14 @@ class Captures:
         del self._forms[:-_REMEMBERED]
         return found
 
-    def _usable(self, found: _Form) -> Captured | None:
+    def _usable(self, found: _Form, layers: Sequence[int]) -> Captured | None:
         """The captured step of a form, if it was captured and the layers are as they were."""
-        if found.captured is None or found.layers is None or not found.captured.replayed:
+        if found.captured is None or not found.captured.replayed:
             return None
-        if changed := found.layers.difference():
+        if found.layers != layers:
             found.useless = 0 if found.is_used else found.useless + 1
             if found.useless == _CHANGES:
+                changed = self._changed or "the layers of another process have changed"
                 self._give_up(
                     f"{changed}, and so it was before each of the last steps, which had to be captured anew: let a "
                     "tensor hold what changes, or leave graphs= out"
@@ -216,22 +254,14 @@ class Captures:
         found.is_used = True
         return found.captured
 
-    def _new(self, found: _Form) -> Captured | None:
+    def _new(self, found: _Form, layers: Sequence[int]) -> Captured | None:
         """A step of this form that is to be captured; None: the layers do not allow it."""
-        layers = Fingerprint(self._layers, {device.device.type for device in self._devices.values()})
-        if layers.hooked and "hooks" not in self._how:
+        hooked = "" if self._fingerprint is None else self._fingerprint.hooked
+        if hooked and "hooks" not in self._how:
             self._give_up(
-                f"{layers.hooked} has hooks, which a graph does not call: remove them, or say that they need be called "
-                "in captures only: graphs='hooks'"
+                f"{hooked} has hooks, which a graph does not call: remove them, or say that they need be called in "
+                "captures only: graphs='hooks'"
             )
-        for name, layer in self._layers:
-            if fsdp_modules([layer]) or any(map(is_dtensor, layer.parameters())):
-                self._give_up(f"layer {name!r} has DTensors, whose operators communicate: leave graphs= out")
-            if has_random_state(layer):
-                self._give_up(
-                    f"layer {name!r} has a recurrent module with dropout, which draws from a state of its own: leave "
-                    "graphs= out"
-                )
         if self._off:
             return None
         # All forms share the pools, since nothing in these outlives a step. Those of a failed capture are of no use.
@@ -257,7 +287,7 @@ class Captures:
             for device in self._devices.values():
                 if device.stream is not None:
                     device.stream.synchronize()
-            form.captured = form.layers = None
+            form.captured = None
 
     def _give_up(self, text: str) -> None:
         """Nothing is captured from now on. Raises a ValueError if it was not asked to go on then."""

@@ -47,18 +47,17 @@ class StaticTensor:
         static.fill(tensor)
         return leaf, static
 
-    def fill(self, tensor: Tensor) -> None:
-        """Copies the values of a tensor.
+    def fits(self, tensor: Tensor | None) -> bool:
+        """Whether a tensor is of the same form."""
+        form = self._form
+        return (
+            tensor is not None
+            and (tensor.shape, tensor.dtype, tensor.requires_grad) == (form.shape, form.dtype, form.requires_grad)
+            and (tensor.is_contiguous() if form.strides is None else tensor.stride() == form.strides)
+        )
 
-        Raises:
-            RuntimeError: it is of another form.
-        """
-        if self._form.shape != tensor.shape or self._form.dtype != tensor.dtype:
-            raise RuntimeError(
-                f"a stage received a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, and its graph was "
-                f"captured for {self._form.shape} and {self._form.dtype}, although the inputs are of the same form: "
-                "let the layers before it return equal forms in each step, or leave graphs= out"
-            )
+    def fill(self, tensor: Tensor) -> None:
+        """Copies the values of a tensor, which fits."""
         if self._form.is_usual and tensor.is_contiguous():
             self._elements.copy_(tensor.detach())
         else:
