@@ -17,11 +17,11 @@ from pipework.assignment.from_plan import planned
 from pipework.integrations import adapter_for
 from pipework.model import mini_batch
 from pipework.model.batchnorm import convert_deferred_batch_norm
-from pipework.model.marks import checked_pieces, has_micro_batches
+from pipework.model.marks import MicroBatches, checked_pieces, has_micro_batches
 from pipework.model.parts.check import Weighed, check_parts, check_rows
 from pipework.model.parts.cut import Cuttable, refuse_own_forward
 from pipework.model.parts.following import Following, own_parameters, take_over
-from pipework.model.parts.leaves import mapped
+from pipework.model.parts.leaves import flatten, mapped, unflatten
 from pipework.model.parts.outputs import output_dims
 from pipework.model.parts.part import Part
 from pipework.model.parts.run import Message
@@ -515,6 +515,19 @@ class AttachedForward:
         got = pipe(*arguments, **keywords, target=target, return_output=not trains, **options)
         loss, result = (got, None) if trains else got
         if result is not None:
-            return self._place.put(loss, adapter.form(result, names))
+            one = _joined(result) if isinstance(result, MicroBatches) else result
+            return self._place.put(loss, adapter.form(one, names))
         form = self._place.put(loss, adapter.form(self._result, names))
         return mapped(Tensor, lambda tensor: tensor if tensor is loss else None, form)
+
+
+def _joined(parts: MicroBatches) -> Any:
+    """What a model returned for each micro-batch in one result; rows of other shapes stay apart, as `MicroBatches`."""
+    form = flatten(parts[0])[1]
+    columns = zip(*(flatten(part)[0] for part in parts), strict=True)
+    joined = [torch.cat(each) if _have_rows(each) else MicroBatches(each) for each in columns]
+    return unflatten(joined, form)
+
+
+def _have_rows(column: Sequence[Any]) -> bool:
+    return all(isinstance(each, Tensor) and each.dim() for each in column) and len({x.shape[1:] for x in column}) == 1

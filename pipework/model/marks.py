@@ -129,6 +129,10 @@ class MicroBatches(Sequence[Any]):
         """The value for one micro-batch; for a slice a tuple."""
         return self._values[index]
 
+    def numel(self) -> int:
+        """How many elements the tensors have; transformers' `Trainer` asks it of the inputs."""
+        return sum(tensor.numel() for tensor in nested.flatten(list(self._values))[0])
+
     def __repr__(self) -> str:
         return f"MicroBatches({list(self._values)!r})"
 

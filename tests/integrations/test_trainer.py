@@ -9,13 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipework import MicroBatches
 from tests.integrations.tiny import MicroBatched, llama, pipe_of, rows, same_values, with_pipe
 
 # PEFT asks transformers by an older name.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
-ARGUMENTS = ("compute_metrics", "compute_loss_func", "model_init")  # of trainers; others are training arguments
+ARGUMENTS = (
+    "compute_metrics",
+    "compute_loss_func",
+    "model_init",
+    "data_collator",
+)  # of trainers; others are training arguments
 
 
 def trainer_of(folder: Path, model: Any, *, micro_batched: bool = False, **options: Any) -> Any:
@@ -235,3 +241,17 @@ def test_stages_on_several_devices_of_one_process(tmp_path: Path) -> None:
     same_logs([trainer, plain], 1e-3)
     assert [next(part.parameters()).device for part in trainer.pipe.partitions] == devices
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-3)
+
+
+def test_a_collator_that_makes_the_micro_batches(tmp_path: Path) -> None:
+    def halves(each: list[dict[str, Tensor]]) -> dict[str, MicroBatches]:
+        whole = {name: torch.stack([row[name] for row in each]) for name in each[0]}
+        return {name: MicroBatches(value.chunk(2)) for name, value in whole.items()}
+
+    one = trainer_of(tmp_path, with_pipe(llama()), data_collator=halves)
+    other = trainer_of(tmp_path, with_pipe(llama(), chunks=2))
+    assert one.evaluate(rows(8))["eval_loss"] == pytest.approx(other.evaluate(rows(8))["eval_loss"], rel=1e-6)
+    one.train()
+    batch = halves(rows(4))
+    with torch.no_grad():
+        assert one.model.eval()(**batch).logits.shape == (4, 7, 37)
