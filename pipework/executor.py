@@ -169,14 +169,17 @@ class Executor:
         key = Key(call.key)
         if call.training:
             key.value()
-        captured = self._captured(engine, program, context, batch, call)
-        step = self._step(engine, program, context, key, batch, call, captured)
-        with self._watched(batch, engine.lock):
-            results, of_inputs = step.run(batch.micro_batches, batch.targets or [])
-            if captured is not None:
-                captured.collect()
-        if captured is not None and engine.captures is not None:
-            batch.warnings += engine.captures.settle(captured)
+        engine.workers.refuse_caller()
+        with contextlib.nullcontext() if engine.captures is None else engine.captures.turn:
+            captured = self._captured(engine, program, context, batch, call)
+            step = self._step(engine, program, context, key, batch, call, captured)
+            with self._watched(batch, engine.lock):
+                results, of_inputs = step.run(batch.micro_batches, batch.targets or [])
+                if captured is not None:
+                    captured.collect()
+            if captured is not None and engine.captures is not None:
+                with engine.lock:
+                    batch.warnings += engine.captures.settle(captured)
         # An error of one process in 5 must not leave its random numbers behind those of the others.
         self._backend.share_key(call, key)
 
@@ -202,7 +205,8 @@ class Executor:
         numbers = None if loss is None else loss.form
         computes = call._replace(key=None, layers=None, recorded=False, everywhere=False)
         form = program, computes, context._replace(saved_tensor_hooks=None), numbers
-        captured = captures.step(form, call.layers, batch.targets or [], why)
+        with engine.lock:  # while workers run for another thread, the slots hold what is theirs
+            captured = captures.step(form, call.layers, batch.targets or [], why)
         if captured is not None and loss is not None:
             captured.deferred = self.deferred
             batch.loss = captured.static_loss(loss, self._devices[-1], engine.accelerators)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -87,6 +88,7 @@ class Captures:
 
     Attributes:
         count: what was done so far.
+        turn: held during a step, since all steps of a form use the same memory.
 
     Raises:
         ValueError: a device has no graphs, and it was not asked to go on without.
@@ -96,6 +98,7 @@ class Captures:
         self, how: frozenset[str], devices: Mapping[int, WorkerDevice], layers: Sequence[tuple[str, nn.Module]]
     ) -> None:
         self.count = GraphCount()
+        self.turn = threading.Lock()
         self._how = how
         self._devices = devices
         self._layers = layers
@@ -303,7 +306,8 @@ _REMEMBERED: Final = 16  # forms, of which some may have been captured
 def _described(message: Message) -> Any:
     """All of a message that a graph cannot change."""
     tensors, structure = message
-    return structure, [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, type(t)) for t in tensors]
+    every = [(t.shape, t.layout, t.dtype, t.device, t.requires_grad, type(t)) for t in tensors]
+    return structure, every, [t.stride() for t in tensors if t.layout is torch.strided]
 
 
 def _alike(one: Any, other: Any) -> bool:
