@@ -50,7 +50,9 @@ class WorkerRun:
             always = not engine.backend.is_whole or any(engine.stages[stage].has_random_state for stage in self.runs)
             hold = unseen.hold(stream, always=always)
         self.not_held = unseen if hold is None else None
-        recorded = None if spec.step.recorder is None else RecordedActions(number, self.device, self.runs)
+        recorder, recorded = spec.step.recorder, None
+        if recorder is not None:
+            recorded = RecordedActions(number, self.device, self.runs, memory=recorder.memory)
         self._recorded = recorded
         self.handlers: dict[tuple[str, int], Handler] = {}
         for stage, run in self.runs.items():
@@ -93,12 +95,14 @@ class RecordedActions:
         worker: its number.
         device: the worker's.
         runs: the worker's stages.
+        memory: whether bytes are wanted. A captured step knows its own in any case.
         marks: each action, when it began and ended, and its bytes.
     """
 
     worker: int
     device: WorkerDevice
     runs: Mapping[int, StageRun]
+    memory: bool
     marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] = field(default_factory=list)
 
     def start_clock(self) -> None:
@@ -115,7 +119,8 @@ class RecordedActions:
         def recorded(action: Action) -> None:
             handle(action)
             end = self._clock.now()
-            self.marks.append((action, self._start, end, self.runs[action.stage].sizes(action)))
+            sizes = self.runs[action.stage].sizes(action) if self.memory else (0, 0, 0)
+            self.marks.append((action, self._start, end, sizes))
 
         return recorded
 
