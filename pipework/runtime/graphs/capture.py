@@ -387,6 +387,16 @@ class CapturedStream(RandomStream):
             )
         return state.generator
 
+    def accessed(self) -> torch.Generator:
+        """See `RandomStream.accessed`."""
+        if self._capture.state is None:
+            return super().accessed()
+        raise RuntimeError(
+            "a layer read or replaced the state of random numbers, as torch.utils.checkpoint does, and a graph does "
+            "not do so again: let the pipe compute micro-batches again (checkpoint=), or give that of PyTorch "
+            "preserve_rng_state=False if nothing in it draws"
+        )
+
 
 class CapturingEndpoint:
     """A worker's side of the transport in a run that is captured; see `Endpoint`.

@@ -247,14 +247,14 @@ def _cpu_state_access(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def get_rng_state() -> Tensor:
         stream = thread_stream.stream
-        return get_state() if stream is None else stream.generator().get_state()
+        return get_state() if stream is None else stream.accessed().get_state()
 
     def set_rng_state(new_state: Tensor) -> None:
         stream = thread_stream.stream
         if stream is None:
             set_state(new_state)
         else:
-            stream.generator().set_state(new_state)
+            stream.accessed().set_state(new_state)
 
     return get_rng_state, set_rng_state
 

@@ -177,6 +177,10 @@ class RandomStream:
             self._seeded = self._place
         return self._generator
 
+    def accessed(self) -> torch.Generator:
+        """The generator whose state a layer reads or replaces."""
+        return self.generator()
+
     def state_on(self, device: DeviceGenerator) -> State:
         """The state from which an accelerator draws next."""
         place, state = self._on_devices.get(device, (None, ()))
