@@ -150,7 +150,8 @@ class Executor:
         call = call._replace(gradients=batch.required_gradients if call.grad else 0)
         if engine.captures is not None and call.training and call.grad:
             form = engine.captures.number_of(batch.micro_batches) if self._backend.is_first else 0
-            call = call._replace(form=form, layers=[engine.captures.number_of_layers()])
+            with engine.lock:  # while workers run for another thread, the slots hold what is theirs
+                call = call._replace(form=form, layers=[engine.captures.number_of_layers()])
         read = batch if self._backend.is_first else None
         call = self._backend.begin(call, read, (inputs, keyword_inputs), target)
         if read is None:
@@ -205,8 +206,7 @@ class Executor:
         numbers = None if loss is None else loss.form
         computes = call._replace(key=None, layers=None, recorded=False, everywhere=False)
         form = program, computes, context._replace(saved_tensor_hooks=None), numbers
-        with engine.lock:  # while workers run for another thread, the slots hold what is theirs
-            captured = captures.step(form, call.layers, batch.targets or [], why)
+        captured = captures.step(form, call.layers, batch.targets or [], why)
         if captured is not None and loss is not None:
             captured.deferred = self.deferred
             batch.loss = captured.static_loss(loss, self._devices[-1], engine.accelerators)

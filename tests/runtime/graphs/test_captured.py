@@ -388,7 +388,7 @@ def test_a_state_of_random_numbers_is_not_captured() -> None:
 def test_inputs_without_strides_are_evaluated() -> None:
     class Dense(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return x + y.to_dense()
+            return x + y.to_dense()[:1]
 
     _, pipe = pair(nn.Sequential(Dense(), nn.Linear(4, 4), nn.Linear(4, 4)))
     with torch.no_grad():
