@@ -262,7 +262,7 @@ class _Recorder(torch_private.ThreadDispatchMode):
             if each.is_floating_point() or each.is_complex():
                 memory = each.untyped_storage()
                 count = memory.nbytes() // each.element_size()
-                torch.empty(0, dtype=each.dtype).set_(memory, 0, (count,), (1,)).fill_(float("nan"))
+                torch.empty(0, dtype=each.dtype, device=each.device).set_(memory, 0, (count,), (1,)).fill_(float("nan"))
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = func.overloadpacket.__name__
