@@ -157,8 +157,8 @@ def attach(
             0.5 for each number that is drawn, and compare; and compare their loss with what the pipe makes of the loss
             of each. Nothing is compared with a mesh, or if the model is not whole on the device of the sample, as on
             the meta device.
-        plan: of the model's units: what `pipework.plan` returned for the layers of `to_sequential`. It decides chunks,
-            checkpoint, balance and schedule, and the devices unless they are given.
+        plan: of the model's units: what `pipework.plan(model, sample)` returned. It decides chunks, checkpoint, balance
+            and schedule, and the devices unless they are given.
         split: see `Pipe`. All arguments but the target are given to the function by their names, and what it returns
             is passed to the model in the same way.
         debug: see `Pipe`.

@@ -55,7 +55,8 @@ MAY_IMPORT = {
     },
     "planning.balance": {"assignment", "assignment.minimax", "model", "planning.measuring"},
     "planning.measuring": {
-        "__init__", "assignment", "autograd", "autograd.weight_split", "distributed", "model", "model.loss", "planning",
+        "__init__", "assignment", "autograd", "autograd.weight_split", "distributed", "integrations", "model",
+        "model.loss", "model.parts", "planning",
         "runtime", "runtime.skips", "runtime.stage", "saving", "schedule",
         "schedule.draw", "skip", "summary", "values",
     },

@@ -81,7 +81,7 @@ def layer_info(name: str, layer: nn.Module) -> LayerInfo:
     """
     parameters = list(layer.parameters())
     return LayerInfo(
-        name,
+        getattr(layer, "units_text", name),  # a part of a model is called by the model's units
         type(layer).__name__,
         sum(each.nbytes for each in parameters),
         sum(each.nbytes for each in parameters if each.requires_grad),

@@ -16,6 +16,7 @@ from pipework.assignment.minimax import minimax_partition
 from pipework.model.materialize import materialize_partitions, move
 from pipework.model.release import refuse_released
 from pipework.model.sequential import Device, WithDevice, named_layers
+from pipework.schedule.argument_checks import positive_integers
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,15 @@ def _visible(machine: Machine) -> str:
     return f"only {', '.join(str(device) for device in machine.accelerators)} and 'cpu' are available"
 
 
-def chosen_devices(devices: Sequence[Device] | None, layers: int) -> list[torch.device]:
-    """The given devices; None: those of this machine for so many layers."""
+def chosen_devices(devices: Sequence[Device] | None, layers: int, workers: int | None = None) -> list[torch.device]:
+    """The given devices; None: those of this machine for so many workers, or layers."""
     machine = Machine.here()
+    if workers is not None:
+        positive_integers(workers=workers)
+        found = default_devices(workers, True, machine)[:workers] if devices is None else devices
+        if len(found) != workers:
+            raise ValueError(f"workers is {workers}, and there are {len(found)} devices: give one for each worker")
+        devices = found
     return default_devices(layers, False, machine) if devices is None else checked_devices(devices, machine)
 
 

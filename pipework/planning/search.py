@@ -137,7 +137,12 @@ def best_plans(request: PlanRequest, budget: Budget, report: Callable[[str], Non
             best.setdefault(each.schedule, each)
     near = [each for each in best.values() if each is not found and each.seconds <= _WITHIN * found.seconds]
     seconds_of = {name: each.seconds for name, each in best.items()}
-    return [each.plan(seconds_of) for each in (found, *near[:others])]
+    notes = [
+        f"memory is that of each device: {name} has {memory_text(limit * count, 'bytes')} for {count} workers"
+        for name, limit in dict(zip(request.devices, request.limits, strict=True)).items()
+        if limit < inf and (count := request.sharing[name]) > 1
+    ]
+    return [each.plan(seconds_of, notes=notes) for each in (found, *near[:others])]
 
 
 def no_plan_fits(request: PlanRequest, devices: Sequence[str], workers: Sequence[WorkerBytes]) -> ValueError:

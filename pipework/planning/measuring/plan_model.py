@@ -8,6 +8,7 @@ So steps of the best plans are tried, and the stages of the fastest must fit as 
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections import Counter
 from contextlib import ExitStack
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 import pipework
-from pipework.assignment.partition import chosen_devices, not_sequential
+from pipework.assignment.partition import chosen_devices
+from pipework.planning.measuring.any_model import as_layers
 from pipework.planning.measuring.links import device_kind
 from pipework.planning.measuring.on_ranks import plan_on_ranks
 from pipework.planning.measuring.predict import predict_step
-from pipework.planning.measuring.profile import checked_report, grouped, micro_batch_sizes, profile
+from pipework.planning.measuring.profile import SIZES, checked_report, grouped, micro_batch_sizes, profile
 from pipework.planning.measuring.sample_batch import SampleBatch
 from pipework.planning.measuring.stage_copy import now, traceless
 from pipework.planning.plan import Plan, WorkerBytes
@@ -47,6 +49,7 @@ _TIMEOUT = 0.2
 _NAMED = 5  # schedules with a name that are tried beside the best plan
 _SEARCHES = 3  # at most, each with less memory, if the stages that the one before has found do not fit
 _TURNS = 3
+_PARTS = 3  # of the seconds: to measure, to search, to try
 # The first step of a turn allocates and chooses kernels; the second one has been 6 to 13 % slower than those after it.
 _WARM_UP = 2
 _LEAST_STEPS = 2  # of a turn, that count
@@ -56,12 +59,13 @@ _TIMES = ("forward", "backward", "input_gradient", "weight_gradient", "transfer"
 
 
 def plan(
-    model: nn.Sequential | Profile,
-    sample: Tensor | tuple[Any, ...] | None = None,
+    model: nn.Module | Profile,
+    sample: Any = None,
     *,
     target: Any = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     devices: Sequence[Device] | None = None,
+    workers: int | None = None,
     memory: float | str | Mapping[str, float | str] | None = None,
     batch: int | None = None,
     chunks: int | Sequence[int] | None = None,
@@ -81,31 +85,35 @@ def plan(
     measured. Steps of the best plans are then run on copies of the layers, and the fastest is taken.
 
     Args:
-        model: the layers, or a profile of them.
-        sample: the inputs of a mini-batch; a tuple is spread into positional arguments.
-        target: of the loss. None: only for schedules=['gpipe'], after whose forwards the loss may be computed outside.
+        model: the layers, or any module that `attach` takes, or a profile of either.
+        sample: the inputs of a mini-batch; a tuple is spread into positional arguments. Of a module that is no
+            `nn.Sequential`, what `attach` takes.
+        target: of the loss. A module that computes its loss itself has it in the sample, as 'labels' or under the name
+            that is given here. None: only for schedules=['gpipe'], after whose forwards the loss may be
+            computed outside.
         loss_fn: as for `Pipe`.
         devices: one for each worker. None: all accelerators, else CPU workers; with a profile they must be given.
+        workers: their number; None: one for each of `devices`. The first accelerators, else CPU workers.
         memory: the bytes that each device may hold, or texts such as "24GiB"; one for all, or by device. None: what
-            accelerators have. Several CPU workers share the CPU's evenly.
+            accelerators have. It is not that of a worker: several CPU workers share the CPU's evenly.
         batch: the rows of a mini-batch; None: those of the sample.
         chunks: the number of micro-batches, or several to choose from; None: the planner's choice.
         optimizer: how many numbers it keeps for each trained parameter: 2 for Adam, 0 for plain SGD.
         schedules: names that may be chosen; None: all.
-        seconds: to search. Measuring layers before, and trying steps after it, take their time beside that. Where
-            memory is limited, given or known, there is another search if the stages turn out to need more than their
-            layers.
+        seconds: for measuring layers, the search, and trying steps. All layers run a few times, and the best plan some
+            steps, however long that takes. Where memory is limited, given or known, there is another search if the
+            stages turn out to need more than their layers.
         iterations: candidates to try instead, which gives the same plan for the same profile.
         keywords: keyword arguments of the first layer.
         timeout: seconds to measure each layer with each number of rows, and to try steps, for each stage of a plan, but
-            some steps at least; None: 0.2. Not with a profile.
+            some steps at least; None: 0.2, or less where `seconds` are few. Not with a profile.
         progress: called with a line of text for each step; None: lines are logged to "pipework" (INFO).
         mesh: what `pipework.init()` returned: each worker is a process, with a device of one kind. All of them call
             this with the same model and mini-batch; the first measures the layers, all measure their links, and all get
             the same plan. Steps are not measured. None: workers are threads.
 
     Returns:
-        The plan: `print` it, `save` it, or give it to `Pipe(model, plan=plan)`.
+        The plan: `print` it, `save` it, or give it to `Pipe(model, plan=plan)` or `attach(model, sample, plan=plan)`.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -120,46 +128,52 @@ def plan(
         (4, 4)
     """
     report, budget = checked_report(progress), Budget.of(seconds, iterations)
+    end = time.perf_counter() + budget.seconds
     options: dict[str, Any] = {"batch": batch, "chunks": chunks, "optimizer": optimizer, "schedules": schedules}
     measuring: dict[str, Any] = {
         "sample": sample, "target": target, "loss_fn": loss_fn, "keywords": keywords, "timeout": timeout,
     }  # fmt: skip
     if isinstance(model, Profile):
-        if unused := [name for name, value in {**measuring, "mesh": mesh}.items() if value is not None]:
+        measuring |= {"mesh": mesh, "workers": workers}
+        if unused := [name for name, value in measuring.items() if value is not None]:
             raise ValueError(f"plan got a profile and {unused[0]}=, which only the measurement of a model needs")
         # Devices are texts here, which `make_request` checks.
         return best_plans(make_request(model, devices, memory, **options), budget, report)[0]  # type: ignore[arg-type]
-    if not isinstance(model, nn.Sequential):
-        raise not_sequential(model)
+    layers, given = as_layers(model, sample, keywords, target, loss_fn)
+    measuring |= given
+    target = given["target"]
     names = checked_schedules(schedules)
     if target is None and names != ("gpipe",):  # which alone has all outputs before the first backward
         raise ValueError(
             "plan got no target: its schedules compute the loss inside of the pipe, so give target=y, loss_fn=f; for a "
             "loss outside, schedules=['gpipe']"
         )
-    measuring |= {"timeout": _TIMEOUT if timeout is None else timeout, "progress": report}
+    if timeout is None:
+        timeout = min(_TIMEOUT, budget.seconds / _PARTS / (SIZES * len(layers) or 1))
+    measuring |= {"timeout": timeout, "progress": report}
 
     def checked_batch(workers: int, names: Collection[str], memory: Any) -> SampleBatch:
-        found = SampleBatch.of(model, sample, keywords, target, loss_fn)
+        found = SampleBatch.of(layers, **given)
         rows = found.rows if batch is None else batch
-        check_options(workers, len(model), rows, chunks, optimizer, names, memory)
+        check_options(workers, len(layers), rows, chunks, optimizer, names, memory)
         return found
 
     if mesh is not None:
-        if devices is not None:
-            raise ValueError("with mesh=, each process measures its own device: leave devices= out")
+        if devices is not None or workers is not None:
+            raise ValueError("with mesh=, each process measures its own device: leave devices= and workers= out")
 
         def measure(device: torch.device, workers: int) -> Profile:
             sizes = micro_batch_sizes(checked_batch(workers, (), None).rows, workers, None)
-            return profile(model, devices=[device], rows=sizes, **measuring)
+            return profile(layers, devices=[device], rows=sizes, **measuring)
 
         return plan_on_ranks(mesh, measure, memory, options, budget, report)
-    places = chosen_devices(devices, len(model))
+    places = chosen_devices(devices, len(layers), workers)
     whole = checked_batch(len(places), {*map(str, places), *map(device_kind, places)}, memory)
     request = make_request(
-        profile(model, devices=places, **measuring), [str(each) for each in places], memory, **options
+        profile(layers, devices=places, **measuring), [str(each) for each in places], memory, **options
     )
-    return plan_that_fits(request, model, whole, budget, measuring["timeout"], report)
+    search = budget._replace(seconds=max(budget.seconds / _PARTS, (end - time.perf_counter()) * (1 - 1 / _PARTS)))
+    return plan_that_fits(request, layers, whole, search, timeout, report, end)
 
 
 def plan_that_fits(
@@ -169,6 +183,7 @@ def plan_that_fits(
     budget: Budget,
     timeout: float,
     report: Callable[[str], None],
+    end: float = inf,
 ) -> Plan:
     """The best plan whose stages fit as they were measured.
 
@@ -179,6 +194,7 @@ def plan_that_fits(
         budget: of each search.
         timeout: seconds to measure each stage.
         report: called with a line of text for each step.
+        end: see `by_speed`.
 
     Raises:
         ValueError: no plan fits.
@@ -196,7 +212,7 @@ def plan_that_fits(
         if batch.rows != request.batch:
             return plans[0]  # for a mini-batch that is not here
         over = inf
-        for plan in by_speed(plans, model, batch, timeout, report):
+        for plan in by_speed(plans, model, batch, timeout, report, end):
             measured = measured_plan(plan, limits, model, batch)
             lacking = [
                 held.total / before.total
@@ -218,7 +234,12 @@ def plan_that_fits(
 
 
 def by_speed(
-    plans: Sequence[Plan], module: nn.Sequential, batch: SampleBatch, timeout: float, report: Callable[[str], None]
+    plans: Sequence[Plan],
+    module: nn.Sequential,
+    batch: SampleBatch,
+    timeout: float,
+    report: Callable[[str], None],
+    end: float = inf,
 ) -> list[Plan]:
     """The plans with the fastest steps first, whose simulated steps take as long as the median of their steps.
 
@@ -230,6 +251,7 @@ def by_speed(
         batch: the mini-batch.
         timeout: seconds for each stage of a plan; there are some steps of each plan at least.
         report: called with a line of text for each plan.
+        end: when no plan's turn begins any more, but the first one's first.
 
     Returns:
         If there is no target, or too little memory, steps cannot be tried: then the first plan as it is.
@@ -241,6 +263,8 @@ def by_speed(
     for _ in range(_TURNS):
         for number in list(steps):
             plan = plans[number]
+            if any(steps.values()) and time.perf_counter() > end:
+                break
             try:
                 steps[number] += run_steps(plan, module, batch, timeout * len(plan.balance) / _TURNS)
             except (RuntimeError, MemoryError) as error:
@@ -250,7 +274,7 @@ def by_speed(
     if not steps:
         report("no memory for steps of the plan beside the model: its times are those of the profile")
         return [plans[0]]
-    medians = {number: median(each) for number, each in steps.items()}
+    medians = {number: median(each) for number, each in steps.items() if each}
     for number, step in medians.items():
         name = f"{plans[number].schedule.name}, {counted(plans[number].chunks, 'micro-batch')}"
         report(f"{name}: {step:.3g} s, median of {counted(len(steps[number]), 'step')}")

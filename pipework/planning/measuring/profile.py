@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from itertools import accumulate, pairwise
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipework.assignment.from_plan import layer_info
-from pipework.assignment.partition import check_initialised, chosen_devices, not_sequential
+from pipework.assignment.partition import check_initialised, chosen_devices
 from pipework.model.sequential import named_layers
 from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerSeconds, SkipBytes
+from pipework.planning.measuring.any_model import as_layers
 from pipework.planning.measuring.links import device_kind, measure_links
-from pipework.planning.measuring.rates import Rates, checked_rates, rated_clock
+from pipework.planning.measuring.rates import MetaNumbers, Rates, checked_rates, rated_clock
 from pipework.planning.measuring.sample_batch import SampleBatch
 from pipework.planning.measuring.stage_copy import measure_stages
 from pipework.planning.profiles import Profile
@@ -31,17 +33,19 @@ from pipework.skip.layout import skip_edges
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import Tensor
+
     from pipework.model.sequential import Device
     from pipework.planning.measuring.stage_copy import Measured, Sample
 
 _META = torch.device("meta")
 _ROUNDS = 3  # a burst of other load on the machine touches one of them
-_SIZES = 4  # of micro-batches, if the caller names none
+SIZES = 4  # of micro-batches, if the caller names none
 
 
 def profile(
-    module: nn.Sequential,
-    sample: Tensor | tuple[Any, ...],
+    module: nn.Module,
+    sample: Any,
     *,
     target: Any = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
@@ -59,9 +63,11 @@ def profile(
     gradients and random states stay as they are.
 
     Args:
-        module: the layers.
-        sample: the inputs of a mini-batch; a tuple is spread into positional arguments.
-        target: of the loss; None: the loss is not measured.
+        module: the layers, or any module that `pipework.attach` takes.
+        sample: the inputs of a mini-batch; a tuple is spread into positional arguments. Of a module that is no
+            `nn.Sequential`, what `attach` takes.
+        target: of the loss; None: the loss is not measured. A module that computes its loss itself has it in the
+            sample, as 'labels' or under the name that is given here.
         loss_fn: as for `Pipe`.
         devices: those of the pipe, one for each worker; each kind of device among them is measured, the CPU with the
             threads that each of its workers gets. None: all accelerators, else CPU workers.
@@ -76,9 +82,9 @@ def profile(
         progress: called with a line of text for each step; None: lines are logged to "pipework" (INFO).
 
     Raises:
-        TypeError: `module` is no `nn.Sequential`, or there is no tensor in the sample.
+        TypeError: `module` is no module, or there is no tensor in the sample.
         ValueError: one of target and loss function is missing, the sample cannot be split, a number of rows is out of
-            range, or the module has no layer.
+            range, the module has no layer or cannot be cut, or times of "meta" are wanted.
 
     Example:
         >>> layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -86,19 +92,23 @@ def profile(
         >>> found.rows, [layer.type for layer in found.layers]
         ((2, 4), ['Linear', 'ReLU', 'Linear'])
     """
-    if not isinstance(module, nn.Sequential):
-        raise not_sequential(module)
-    check_initialised(module)
     report = checked_report(progress)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < inf:
         raise ValueError(f"timeout is {timeout!r}: wanted a finite number of seconds, at least 0")
     positive_integers(workers=workers)
-    batch = SampleBatch.of(module, sample, keywords, target, loss_fn)
+    module, given = as_layers(module, sample, keywords, target, loss_fn)
+    check_initialised(module)
+    batch = SampleBatch.of(module, **given)
     places: list[torch.device] = []
     if rates is None:
         places = chosen_devices(devices, len(module))
         if not places:
             raise ValueError("devices is empty: give one for each worker")
+        if timeout and _META in places:
+            raise ValueError(
+                "devices has 'meta', which computes nothing, so times there say nothing of a device: give rates= in "
+                "place of devices=, such as Rates(operations=400e12, bytes_per_second=3e12)"
+            )
         ways = {device_kind(place): _Way(place, places.count(place), timeout) for place in places}
     elif devices is None:
         batch = batch.on(_META)
@@ -161,8 +171,12 @@ class _Way(NamedTuple):
 
     def layers(self, module: nn.Sequential, sample: Sample) -> list[Measured]:
         """Each layer alone, with the median times of some rounds."""
-        rounds = []
-        with self.place if self.rates else nullcontext():  # then layers make new tensors on the meta device, too
+        rounds: list[list[Measured]] = []
+        end = time.perf_counter() + self.seconds * len(module)
+        with ExitStack() as stack:
+            if self.rates:  # layers make new tensors on the meta device, too
+                stack.enter_context(self.place)
+                stack.enter_context(MetaNumbers())
             for _ in range(_ROUNDS if self.seconds else 1):
                 found = measure_stages(
                     alone(module),
@@ -174,6 +188,8 @@ class _Way(NamedTuple):
                     clock=functools.partial(rated_clock, self.rates) if self.rates else None,
                 )
                 rounds.append(found)
+                if time.perf_counter() > end:  # a pass may take longer than what there is for it
+                    break
         layers = zip(*rounds, strict=True)
         return [same[0]._replace(seconds=LayerSeconds.median(each.seconds for each in same)) for same in layers]
 
@@ -224,7 +240,7 @@ def micro_batch_sizes(batch: int, workers: int, rows: Sequence[int] | None) -> t
     """The sizes of micro-batches to measure."""
     if rows is None:
         all_sizes = sorted({-(-batch // count) for count in micro_batch_counts(batch, workers)})
-        few = min(_SIZES, len(all_sizes))
+        few = min(SIZES, len(all_sizes))
         return tuple(sorted({all_sizes[round(i * (len(all_sizes) - 1) / max(1, few - 1))] for i in range(few)}))
     given = checked_tuple("rows", rows, "[8, 32]")
     if not given or any(type(size) is not int or not 1 <= size <= batch for size in given):

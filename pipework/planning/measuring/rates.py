@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipework import torch_private
@@ -95,4 +96,33 @@ class _Operators(torch_private.DispatchMode):  # type: ignore[misc]
             size = sum(each.nbytes for each in (*given, *made))
             rates = self._rates
             self.seconds += max(operations / rates.operations, size / rates.bytes_per_second, rates.launch)
+        return result
+
+
+class MetaNumbers(torch_private.DispatchMode):  # type: ignore[misc]
+    """Inside, a forward may read numbers from tensors on the meta device, as to decide how it goes on.
+
+    Whether all of something is so is answered with yes, since the rows of a usual batch are alike, and any other number
+    is zero.
+
+    Example:
+        >>> with torch.device("meta"), MetaNumbers():
+        ...     x = torch.empty(2)
+        ...     bool((x == 0).all()), bool((x > 0).any()), x.sum().item()
+        (True, False, 0.0)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_all: Any = None  # what the last question about all elements has returned
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operator."""
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.full((), args[0] is self._of_all, dtype=args[0].dtype, device="cpu").item()
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.all:
+            self._of_all = result
         return result
