@@ -51,7 +51,8 @@ MAY_IMPORT = {
     "planning": {"assignment.minimax", "schedule", "schedule.analysis", "schedule.draw"},
     "assignment.minimax": set(),
     "assignment": {
-        "assignment.minimax", "model", "planning", "runtime", "runtime.random", "schedule", "schedule.draw",
+        "assignment.minimax", "model", "model.parts", "planning", "runtime", "runtime.random", "schedule",
+        "schedule.draw", "values",
     },
     "planning.balance": {"assignment", "assignment.minimax", "model", "planning.measuring"},
     "planning.measuring": {

@@ -10,9 +10,12 @@ from torch import nn
 
 from pipework.assignment.partition import not_sequential
 from pipework.model.checkpoint import AS_SCHEDULED
+from pipework.model.parts.leaves import held_by
 from pipework.model.sequential import named_layers
 from pipework.planning.layer_costs import LayerInfo
 from pipework.planning.plan import Plan
+from pipework.torch_private import is_wrapper_subclass
+from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from pipework.settings import Settings
@@ -83,7 +86,15 @@ def layer_info(name: str, layer: nn.Module) -> LayerInfo:
     return LayerInfo(
         getattr(layer, "units_text", name),  # a part of a model is called by the model's units
         type(layer).__name__,
-        sum(each.nbytes for each in parameters),
+        sum(map(_stored_bytes, parameters)),
         sum(each.nbytes for each in parameters if each.requires_grad),
         sum(each.nbytes for each in layer.buffers()),
     )
+
+
+def _stored_bytes(parameter: nn.Parameter) -> int:
+    """The size of a parameter, with the tensors that another library's class keeps beside the bytes, such as scales."""
+    if type(parameter) is nn.Parameter or is_dtensor(parameter):
+        return parameter.nbytes
+    held = sum(each.nbytes for each in held_by(vars(parameter)))
+    return held if is_wrapper_subclass(parameter) else parameter.nbytes + held

@@ -16,6 +16,7 @@ from pipework.planning import Profile, profile
 from pipework.planning.search import plan_profile
 from pipework.schedule.edges import recomputed
 from tests.conftest import Way, distance
+from tests.model.parts.quantised import LINEARS
 from tests.planning.made_profiles import made
 
 WIDTH, ROWS = 8, 16
@@ -166,3 +167,8 @@ def test_frozen_parameters_are_seen() -> None:
     first, second = (layer_info("", layer) for layer in module)
     assert (first.weights, first.trained, first.buffers) == (24, 16, 0)
     assert second.buffers == sum(buffer.nbytes for buffer in module[1].buffers())
+
+
+def test_scales_beside_the_bytes_of_a_parameter_count_as_its_weights() -> None:
+    packed, wrapped = (layer_info("", linear(16, 8)).weights for linear in LINEARS.values())
+    assert (packed, wrapped) == (64 + 4 * 16 + 4 * 8, 128 + 4 * 8 + 4 * 8)  # values, a scale for 8 or 16 of them, bias
