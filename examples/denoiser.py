@@ -36,15 +36,14 @@ def draw_batch(model: FluxTransformer2DModel, rows: int) -> tuple[dict[str, Tens
 def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     torch.manual_seed(options.seed)
-    # Real weights: from_pretrained(folder, subfolder="transformer", torch_dtype=torch.bfloat16), and latents of that type.
+    # Real weights: from_pretrained(folder, subfolder="transformer", torch_dtype=torch.bfloat16), and latents like it.
     model = FluxTransformer2DModel(
         in_channels=4, num_layers=2, num_single_layers=4, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=16, pooled_projection_dim=8, axes_dims_rope=(4, 4, 8), guidance_embeds=True,
     )  # fmt: skip
-    devices = ["cpu", "cpu"]  # None: all GPUs. One process for each GPU: torchrun, and mesh=pipework.init() instead.
     pipework.attach(
-        model, draw_batch(model, rows=2)[0], chunks=8, devices=devices,
-        loss_fn=lambda output, target: mse_loss(output.sample, target),
+        model, draw_batch(model, rows=2)[0], loss_fn=lambda output, target: mse_loss(output.sample, target), chunks=8,
+        devices=["cpu", "cpu"],  # None: all GPUs. One process for each GPU: torchrun, and mesh=pipework.init() instead.
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(1, options.steps + 1):

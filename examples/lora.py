@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     torch.manual_seed(options.seed)
     model = AutoModelForCausalLM.from_pretrained(options.folder or make_folder())  # on GPUs: dtype=torch.bfloat16
-    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")).train()
     # Your tokenizer instead: tokenizer(texts, return_tensors="pt", padding=True), with labels of -100 on the padding.
     ids = torch.arange(32)[:, None] % 8 * 5 + torch.arange(24)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
