@@ -195,7 +195,9 @@ def attach(
     settings = Settings.of(locals())
     _refuse_attached_or_wrapped(model)
     refuse_own_forward(model)
-    layout = Layout(positional_names(model), target if loss_fn is None else "target")
+    layout, adapter = Layout(positional_names(model), target if loss_fn is None else "target"), adapter_for(model)
+    if split is None:
+        split = adapter.split(as_given(sample)[1], layout.target)
     if split is None:
         layout = Layout.of_sample(layout.names, layout.target, *as_given(sample))
     layout.is_given = True
@@ -203,7 +205,6 @@ def attach(
         # 2. A dry run shows how the model may be cut, what it returns, where its loss is, and how that counts labels.
         if deferred_batch_norm:
             convert_deferred_batch_norm(model, chunks)
-        adapter = adapter_for(model)
         cuttable = Cuttable(model, sample, blocks=blocks, adapter=adapter, has_rows=split is None)
         forward = ForwardArguments(signature_of(type(model).forward.__get__(model)), target)
         names = forward.by_name(*cuttable.sample)
@@ -515,8 +516,10 @@ class AttachedForward:
         got = pipe(*arguments, **keywords, target=target, return_output=not trains, **options)
         loss, result = (got, None) if trains else got
         if result is not None:
-            one = _joined(result) if isinstance(result, MicroBatches) else result
-            return self._place.put(loss, adapter.form(one, names))
+            one = adapter.form(result, names)
+            if isinstance(one, MicroBatches):  # of the caller, or of the caller's `split=`
+                one = adapter.form(_joined(one), names)
+            return self._place.put(loss, one)
         form = self._place.put(loss, adapter.form(self._result, names))
         return mapped(Tensor, lambda tensor: tensor if tensor is loss else None, form)
 

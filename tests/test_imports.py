@@ -87,7 +87,7 @@ MAY_IMPORT = {
         "assignment", "backend", "distributed", "doubts", "executor", "model", "runtime.random", "runtime.stage",
         "settings", "skip", "summary", "timeline", "verify",
     },
-    "integrations": {"model.parts", "saving"},
+    "integrations": {"model", "model.parts", "saving", "values"},
     "attached": {
         "assignment", "integrations", "model", "model.parts", "pipe", "planning.balance", "settings", "values",
     },

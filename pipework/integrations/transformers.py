@@ -23,6 +23,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import output_capturing
 
 from pipework import torch_private
+from pipework.integrations.splits import Split, split_for
+from pipework.model.marks import has_micro_batches
 from pipework.model.parts.adapter import Adapter, SideOutputs
 from pipework.model.parts.leaves import flatten, held_by, unflatten
 from pipework.model.parts.side_effects import put_back
@@ -57,6 +59,7 @@ class TransformersAdapter(Adapter):
         self.side_outputs = CapturedOutputs()
         self._target: str | None = None
         self._weight: Callable[[Any], Any] = len
+        self._split: Split | None = None
 
     def blocks(self, model: nn.Module) -> set[str] | None:
         """The classes that transformers does not split; None: those of this model are not named."""
@@ -101,6 +104,11 @@ class TransformersAdapter(Adapter):
                 f"this {type(self._model).__name__} recomputes its layers itself, which is the task of the pipe: call "
                 "gradient_checkpointing_disable(), and choose attach(..., checkpoint='always') or 'except_last'"
             )
+
+    def split(self, sample: dict[str, Any], target: str) -> Split | None:
+        """By the images of each row, or between sequences that are packed into one row."""
+        self._split = split_for(self._model.config, sample, target)
+        return self._split
 
     def inputs(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Without a cache, which would be a state of every part.
@@ -148,7 +156,9 @@ class TransformersAdapter(Adapter):
         return unflatten([None if not isinstance(each, Tensor) and held_by(each) else each for each in leaves], form)
 
     def form(self, result: Any, keywords: Mapping[str, Any]) -> Any:
-        """A tuple if the call asks for one."""
+        """Joined, if `split` has cut the batch; a tuple if the call asks for one."""
+        if self._split is not None and not has_micro_batches((), keywords):
+            result = self._split.joined(result)
         return result.to_tuple() if keywords.get(_FORM) is False and hasattr(result, "to_tuple") else result
 
     def is_generating(self, keywords: Mapping[str, Any]) -> bool:

@@ -227,7 +227,7 @@ class MiniBatch:
             micro_batches: how many there are.
             of_caller: the rows of each, if the caller has made them; None: the pipe cuts them.
         """
-        self.rows = _even_sizes(rows, micro_batches) if of_caller is None else of_caller
+        self.rows = even_sizes(rows, micro_batches) if of_caller is None else of_caller
         self.is_cut = of_caller is None
 
     @property
@@ -336,7 +336,7 @@ def split(
     flat = flattened(arguments[0] if is_single else (arguments, keywords))
     layout = Layout() if layout is None else layout
     dims, rows, learned = layout.of_inputs(arguments, keywords, flat, chunks)
-    sizes = _even_sizes(rows, max(1, min(chunks, rows)))
+    sizes = even_sizes(rows, max(1, min(chunks, rows)))
     each = tuple([None if dim == WHOLE else sizes for dim in dims])
     return MiniBatch.of(flat[0], each, flat[1], device, dims, learned)
 
@@ -473,7 +473,7 @@ def _refuse_gradient(target: Tensor) -> None:
         )
 
 
-def _even_sizes(rows: int, count: int) -> list[int]:
+def even_sizes(rows: int, count: int) -> list[int]:
     """The rows of each micro-batch, as in `torch.tensor_split`."""
     least, more = divmod(rows, count)
     return [least + 1] * more + [least] * (count - more)

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 
 from pipework import Pipe
 from pipework.attached import attach
+from pipework.integrations.splits import split_for
 from pipework.model.parts.leaves import tensors_in
 from tests.integrations.architectures import ARCHITECTURES, text
 from tests.integrations.comparing import (
@@ -275,38 +275,41 @@ def test_hidden_states_that_the_sample_did_not_have() -> None:
         model(**batch, output_hidden_states=True)
 
 
-def between_sequences(arguments: Any, keywords: dict[str, Any], labels: Any, chunks: int) -> list[Any]:
-    """Cuts one row of packed sequences between them: the positions of each begin with 0."""
-    starts = [*(keywords["position_ids"][0] == 0).nonzero().flatten().tolist(), labels.shape[1]]
-    bounds = [starts[len(starts[:-1]) * n // chunks] for n in range(chunks)] + starts[-1:]
-    pieces = [slice(*pair) for pair in itertools.pairwise(bounds)]
-    return [((), {name: each[:, cut] for name, each in keywords.items()}, labels[:, cut]) for cut in pieces]
-
-
 def test_sequences_that_are_packed_into_one_row_are_cut_between_them() -> None:
     torch.manual_seed(0)
     ids, positions = torch.randint(3, 37, (1, 21)), torch.cat([torch.arange(n) for n in (5, 3, 6, 2, 5)])[None]
     batch = {"input_ids": ids, "position_ids": positions, "labels": ids.where(positions > 0, -100)}
-    model, reference = llama(), llama()
-    options = {"chunks": 2, "devices": ["cpu"] * 2}
-    offsets = {"cu_seq_lens_q": torch.tensor([0, 5, 8, 14, 16, 21], dtype=torch.int32)}
-    with pytest.raises(ValueError, match=r"'cu_seq_lens_q' says where sequences begin .* with split= or MicroBatches"):
-        attach(model, {**batch, **offsets}, **options)
-    with pytest.raises(ValueError, match=r"the sample has one row: .*cut sequences that are packed into one r"):
-        attach(model, batch, **options)
-    attach(model, batch, split=between_sequences, **options)
-    loss = model(**batch).loss
-    loss.backward()
-    keywords = {name: batch[name] for name in ("input_ids", "position_ids")}
-    pieces = between_sequences((), keywords, batch["labels"], 2)
-    total, weights = torch.zeros(()), [float(next_tokens(labels)) for _, _, labels in pieces]
-    for (_, named, labels), weight in zip(pieces, weights, strict=True):
-        part = reference(**named, labels=labels, use_cache=False).loss * (weight / sum(weights))
-        part.backward()
-        total = total + part.detach()
-    assert torch.equal(loss.detach(), total)
-    assert differences(model, reference).names == ()
-    torch.testing.assert_close(loss, llama()(**batch, use_cache=False).loss)
+    offsets = torch.tensor([0, 5, 8, 14, 16, 21], dtype=torch.int32)
+    given = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 6, "max_length_k": 6}
+    pieces = [{name: value[:, cut] for name, value in batch.items()} for cut in (slice(8), slice(8, 14), slice(14, 21))]
+    for more, own in (({}, [{}] * 3), (given, [flash([0, 5, 8], 5), flash([0, 6], 6), flash([0, 2, 7], 5)])):
+        model, reference = llama(), llama()
+        attach(model, {**batch, **more}, chunks=3, devices=["cpu"] * 2)
+        loss = model(**batch, **more).loss
+        loss.backward()
+        total, weights, logits = torch.zeros(()), [float(next_tokens(piece["labels"])) for piece in pieces], []
+        for piece, named, weight in zip(pieces, own, weights, strict=True):
+            output = reference(**piece, **named, use_cache=False)
+            part = output.loss * (weight / sum(weights))
+            part.backward()
+            total = total + part.detach()
+            logits.append(output.logits)
+        assert torch.equal(loss.detach(), total)
+        assert differences(model, reference).names == ()
+        torch.testing.assert_close(loss, llama()(**batch, use_cache=False).loss)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(**batch, **more).logits, torch.cat(logits, 1))
+    with pytest.raises(ValueError, match=r"had sequences that are packed .* this batch has not: .*with split="):
+        model(input_ids=ids, labels=ids)
+    (_, first, _), *_ = split_for(model.config, {**batch, **given}, "labels")((), {**batch, **given}, None, 3)  # type: ignore[misc]
+    assert first["cu_seq_lens_k"].tolist() == [0, 5, 8]
+    assert first["max_length_q"] == 5
+
+
+def flash(offsets: list[int], longest: int) -> dict[str, Any]:
+    """The arguments of flash attention for packed sequences."""
+    begins = torch.tensor(offsets, dtype=torch.int32)
+    return {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins, "max_length_q": longest, "max_length_k": longest}
 
 
 def test_gradient_checkpointing_is_refused_and_the_message_says_what_to_choose() -> None:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from pipework.model.marks import OwnSplit
+
 
 class SideOutputs:
     """What units give beside what they return: lists to which hooks of units append while a forward runs."""
@@ -56,6 +58,15 @@ class Adapter:
 
     def prepare(self, model: nn.Module) -> None:
         """Called before the model is copied."""
+
+    def split(self, sample: dict[str, Any], target: str) -> OwnSplit | None:
+        """The function that cuts batches if their rows alone do not say how, in place of `split=` of `attach`.
+
+        Args:
+            sample: of `attach`, by names.
+            target: the argument that the model's loss needs.
+        """
+        return None
 
     def inputs(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with which the forward is called."""
