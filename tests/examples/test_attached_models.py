@@ -1,4 +1,4 @@
-"""The short examples of `attach`: adapters of a causal model, and a denoiser, learn."""
+"""The short examples of `attach`: adapters of a causal model, a denoiser, and a model of vision and language learn."""
 
 import re
 import tempfile
@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = ["lora", "denoiser"]
+NAMES = ["lora", "denoiser", "vision_language"]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
