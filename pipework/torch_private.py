@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     import datetime
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 
     from torch.autograd.graph import GradientEdge
     from torch.distributed.distributed_c10d import Store
@@ -166,6 +166,17 @@ def changes_arguments(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)
 
 
+def arguments_by_name(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an operator by their names, without those that have their default.
+
+    Example:
+        >>> arguments_by_name(torch.ops.aten.random_.to, (torch.ones(1), 4), {"generator": None})
+        {'self': tensor([1.]), 'to': 4, 'generator': None}
+    """
+    names = (each.name for each in operator._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments of an operator to which it writes.
 
@@ -175,9 +186,10 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
     """
     found: list[Any] = []
     if changes_arguments(operator):
-        for position, argument in enumerate(operator._schema.arguments):
+        named = arguments_by_name(operator, args, kwargs)
+        for argument in operator._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                given = named.get(argument.name)
                 found += given if isinstance(given, list | tuple) else [given]
     return [each for each in found if isinstance(each, Tensor)]
 
@@ -291,9 +303,9 @@ sparse_values: Callable[[Tensor], Tensor] = _private("torch.Tensor._values")
 # Modules
 
 
-def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """The hooks that run after a module's forward."""
-    return list(module._forward_hooks.values())
+def forward_hooks(module: nn.Module) -> MutableMapping[int, Callable[..., Any]]:
+    """The hooks that run after a module's forward, by the number of their handle; the module's own dictionary."""
+    return module._forward_hooks
 
 
 def may_have_forward_hooks(module: nn.Module) -> bool:

@@ -74,7 +74,7 @@ class TransformersAdapter(Adapter):
 
     def stand_in(self, stand_in: nn.Module, unit: nn.Module) -> nn.Module:
         """With the hooks by which transformers collects hidden states."""
-        for hook in filter(_captures, torch_private.forward_hooks(unit)):
+        for hook in filter(_captures, torch_private.forward_hooks(unit).values()):
             stand_in.register_forward_hook(hook)
         return stand_in
 
@@ -83,7 +83,7 @@ class TransformersAdapter(Adapter):
         return all(map(_captures, torch_private.all_hooks(module)))
 
     def prepare(self, model: nn.Module) -> None:
-        """Installs these hooks, which each copy would install again.
+        """Installs these hooks, which each copy would install again, as objects that can be pickled.
 
         Raises:
             ValueError: the model recomputes its layers itself.
@@ -95,8 +95,9 @@ class TransformersAdapter(Adapter):
             with put_back([each for each in models if vars(each).get(_HAS_HOOKS)], values=False):
                 output_capturing.maybe_install_capturing_hooks(one)
         for module in model.modules():
-            for hook in filter(_captures, torch_private.forward_hooks(module)):
-                hook.pipework_in_graph = True  # type: ignore[attr-defined]  # see `Fingerprint.hooked`
+            hooks = torch_private.forward_hooks(module)
+            own = {number: hook for number, hook in hooks.items() if hook.__module__ == output_capturing.__name__}
+            hooks.update((number, CapturingHook.of(hook)) for number, hook in own.items())
 
     def _refuse_recomputation(self) -> None:
         if any(module.gradient_checkpointing for module in self._recomputing):
@@ -215,7 +216,39 @@ def _takes_use_cache(forward: Callable[..., Any]) -> bool:
 
 def _captures(hook: Any) -> bool:
     """Whether a hook is one by which transformers collects hidden states."""
-    return getattr(hook, "__module__", None) == output_capturing.__name__
+    return isinstance(hook, CapturingHook)
+
+
+class CapturingHook:
+    """A hook by which transformers collects hidden states. It can be pickled, and transformers' own, a closure, cannot.
+
+    Args:
+        key: see transformers' `install_output_capuring_hook`.
+        index: likewise.
+        capture_initial_hidden_state: likewise.
+    """
+
+    pipework_in_graph = True  # see `Fingerprint.hooked`
+
+    def __init__(self, key: str, index: int, capture_initial_hidden_state: bool) -> None:
+        module = nn.Identity()
+        self._arguments = key, index, capture_initial_hidden_state
+        output_capturing.install_output_capuring_hook(module, *self._arguments)
+        (self._hook,) = torch_private.forward_hooks(module).values()
+
+    @classmethod
+    def of(cls, hook: Any) -> CapturingHook:
+        """The same as transformers' hook, which has these arguments as its closure."""
+        closure = inspect.getclosurevars(hook).nonlocals
+        return cls(*map(closure.__getitem__, ("key", "index", "capture_initial_hidden_state")))
+
+    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """Appends what the module returns to the lists of the present forward."""
+        self._hook(module, arguments, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew from its arguments."""
+        return CapturingHook, self._arguments
 
 
 class CapturedOutputs(SideOutputs):

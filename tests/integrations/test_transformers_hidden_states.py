@@ -1,5 +1,8 @@
 """Models that read hidden states which hooks of transformers collect, where the model has run by itself before."""
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,8 @@ from pipework import attach
 from tests.integrations.comparing import without_randomness
 from tests.integrations.tiny import batch, llama
 from tests.model.parts.harness import assert_exact
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing. is deprecated:FutureWarning")  # of PEFT
 
 SIDE = 32
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "image_size": SIDE, "patch_size": 8}
@@ -132,3 +137,43 @@ def test_hidden_states_that_the_config_asks_for_come_back() -> None:
     with torch.no_grad():
         found, expected = (each(**batch(4)).hidden_states for each in (model, plain))
     torch.testing.assert_close(found, expected)
+
+
+def saved_and_loaded(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def adapted() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    return peft.get_peft_model(llama(output_hidden_states=True), config)
+
+
+@pytest.mark.parametrize("make", [lambda: llama(output_hidden_states=True), adapted], ids=["Llama", "LoRA of Llama"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_a_copy_has_a_pipe_of_its_own_and_collects_hidden_states(
+    make: Callable[[], nn.Module], copied: Callable[[Any], Any]
+) -> None:
+    torch.manual_seed(0)
+    model, rows = make(), batch(8)
+    pipe = attach(model, batch(2), chunks=4, balance=[2, 3], devices=["cpu", "cpu"])
+    other = copied(model)
+    assert "forward" in vars(other)
+    assert other.forward._pipe is not pipe
+    for each in (model, other):
+        each(**rows).loss.backward()
+    for one, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert one is not its
+        assert (one.grad is None and its.grad is None) or torch.equal(one.grad, its.grad)
+    model.eval(), other.eval()
+    with torch.no_grad():
+        expected = model(**rows).hidden_states
+        torch.testing.assert_close(other(**rows).hidden_states, expected, rtol=0, atol=0)
+        del other.forward
+        torch.testing.assert_close(copied(other)(**rows).hidden_states, expected)  # the plain model, with these hooks

@@ -103,8 +103,7 @@ class _FixedDraws(torch_private.DispatchMode):  # type: ignore[misc]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.__name__.partition(".")[0] in _DRAWS:
-            names = [each.name for each in func._schema.arguments]
-            named = dict(zip(names, args, strict=False)) | (kwargs or {})
+            named = torch_private.arguments_by_name(func, args, kwargs or {})
             result.fill_(0.5 if result.is_floating_point() else named.get("low", named.get("from", 0)))
         return result
 

@@ -151,7 +151,8 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         try:
             with self._pausing(), torch.no_grad(), generators_put_back():
                 output = self._form(call, unit, (arguments, dict(keywords)), computes=computes)
-                for hook in torch_private.forward_hooks(self._absent_units[name]):  # those of the model's library
+                of_library = torch_private.forward_hooks(self._absent_units[name])
+                for hook in of_library.values():
                     hook(unit, arguments, output)
             beside = self._side_outputs.since(before)
         finally:
