@@ -149,8 +149,8 @@ class Executor:
         # 2. All processes know the call.
         call = call._replace(gradients=batch.required_gradients if call.grad else 0)
         if engine.captures is not None and call.training and call.grad:
-            form = engine.captures.number_of(batch.micro_batches) if self._backend.is_first else 0
             with engine.lock:  # while workers run for another thread, the slots hold what is theirs
+                form = engine.captures.number_of(batch.micro_batches) if self._backend.is_first else 0
                 call = call._replace(form=form, layers=[engine.captures.number_of_layers()])
         read = batch if self._backend.is_first else None
         call = self._backend.begin(call, read, (inputs, keyword_inputs), target)

@@ -172,7 +172,7 @@ class Capture:
         scripts: what was captured, by the action's kind, stage and micro-batch.
         sizes: the bytes that a recording shows of an action, likewise.
         gradients: of the parameters of each stage, where the graphs leave them.
-        given_up: why the run goes on without graphs; None: it does not.
+        given_up: why the run goes on without graphs; empty: it does not.
         stream: of the thread.
         within: the messages between stages of one worker.
         state: from which the layer that is being captured draws.
@@ -182,7 +182,7 @@ class Capture:
         self.scripts: dict[Address, list[Receiving | Sending | Replaying]] = {}
         self.sizes: dict[Address, tuple[int, int, int]] = {}
         self.gradients: dict[int, list[Tensor | None]] = {}
-        self.given_up: BaseException | None = None
+        self.given_up = ""
         self.state: RandomState | None = None
         self.stream = CapturedStream(self, key)
         self.within: dict[Address, Message] = {}
@@ -222,8 +222,12 @@ class Capture:
                     self.close()
                     break
                 except BaseException as error:
+                    if not self._abort(error):
+                        raise
                     # A backward cannot begin once more: its graph is consumed.
-                    if not self._abort(error) or action.kind != "F" or not self._may_begin_again(error, run.stage):
+                    if action.kind != "F" or not self._may_begin_again(error, run.stage):
+                        if isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError):
+                            add_note(error, CANNOT)
                         raise
                     self._deferred.collect(moments)
             self.gradients[index] = [leaf.grad for leaf in run.aliases.leaves]
@@ -232,7 +236,7 @@ class Capture:
 
     def begin(self) -> None:
         """An action computes from now on."""
-        if self._open is not None or self.given_up is not None:
+        if self._open is not None or self.given_up:
             return
         graph, stack = self._graphs[self._worker].graph(), contextlib.ExitStack()
         stack.enter_context(graph.capture(self._states[self._worker]))
@@ -280,7 +284,7 @@ class Capture:
             message = self.within.pop((*name, micro_batch), None)
             is_within = message is not None
             tensors, structure = message = message or receive(micro_batch)
-            if not is_within and self.given_up is None:
+            if not is_within and not self.given_up:
                 graphs = self._graphs[self._worker]
                 pairs = [(None, None) if each is None else StaticTensor.filled(each, graphs) for each in tensors]
                 message = tuple([leaf for leaf, _ in pairs]), structure
@@ -295,7 +299,7 @@ class Capture:
         if self._sends <= self._sent:
             return
         self._sent += 1
-        if self.given_up is None:
+        if not self.given_up:
             tensors, structure = message
             graphs = self._graphs[self._worker]
             statics = [None if each is None else StaticTensor(each, graphs) for each in tensors]
@@ -316,8 +320,6 @@ class Capture:
         with contextlib.suppress(BaseException):  # the error itself, which is raised again
             stack.__exit__(type(error), error, error.__traceback__)
         torch.clear_autocast_cache()  # of casts that were captured, and have no values
-        if not isinstance(error, _MoreStates | torch.OutOfMemoryError):
-            add_note(error, CANNOT)
         return True
 
     def _may_begin_again(self, error: BaseException, stage: Stage) -> bool:
@@ -330,7 +332,8 @@ class Capture:
         unseen = stage.device.unseen_draws is not None and stage.device.unseen_draws.found
         if not self._goes_on or unseen or not isinstance(error, Exception):
             return False
-        self.given_up = error
+        # Not the error itself, whose traceback holds activations.
+        self.given_up = f"{error} ({'; '.join(getattr(error, '__notes__', ()))})"
         self.stream.moves_generators = True
         return True
 

@@ -44,7 +44,7 @@ class Captured:
     Attributes:
         capture: the run that captures; None: it is over.
         replayed: by stage, what follows the scripts; empty before the capture is over.
-        given_up: why the step was not captured; None: it was.
+        given_up: why the step was not captured; empty: it was.
         is_new: whether the latest run was that which captured.
         deferred: the deferred batch norms of the layers; the executor sets it.
     """
@@ -56,7 +56,7 @@ class Captured:
         self._goes_on = goes_on
         self.capture: Capture | None = None
         self.replayed: dict[int, StageRun] = {}
-        self.given_up: BaseException | None = None
+        self.given_up = ""
         self.is_new = False
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._moments: list[list[Moments]] = []
@@ -79,7 +79,7 @@ class Captured:
         if capture is None:
             return
         self._gradients, self.given_up = capture.gradients, capture.given_up
-        if self.given_up is None:
+        if not self.given_up:
             self.replayed = {stage: ReplayedStage(run, capture) for stage, run in runs.items()}
 
     def collect(self) -> None:

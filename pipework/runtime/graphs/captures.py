@@ -214,9 +214,8 @@ class Captures:
             self.count = self.count._replace(replayed=self.count.replayed + 1)
             return []
         assert self._fingerprint is not None
-        if captured.given_up is not None:
-            place = "; ".join(getattr(captured.given_up, "__notes__", ()))
-            self._give_up(f"{captured.given_up} ({place})")
+        if captured.given_up:
+            self._give_up(captured.given_up)
         elif changed := self._fingerprint.difference():
             self._give_up(
                 f"{changed} by its own forward, which a graph does not do again: change a buffer in place (.copy_(), "
@@ -247,7 +246,7 @@ class Captures:
             return None
         if found.layers != layers:
             found.useless = 0 if found.is_used else found.useless + 1
-            if found.useless == _CHANGES:
+            if found.useless >= _CHANGES:
                 changed = self._changed or "the layers of another process have changed"
                 self._give_up(
                     f"{changed}, and so it was before each of the last steps, which had to be captured anew: let a "

@@ -1,7 +1,7 @@
 """What graphs take for granted of the layers: it is compared before each step, since a graph runs no Python.
 
 parameters    the same tensors at the same addresses, with the same requires_grad     else: another capture
-modules       the same children, flags, numbers and texts as attributes, hooks         else: another capture
+modules       the same children, hooks, attributes but for lists and dictionaries      else: another capture
 buffers       the same tensors: a forward changes them in place                        else: another capture
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-_PLAIN: Final = (bool, int, float, str, type(None))
+_PLAIN: Final = (bool, int, float, str, type(None))  # equal ones are the same; of all others, an object is itself
 
 
 class _Place(NamedTuple):
@@ -66,7 +66,7 @@ class Fingerprint:
             for name, value in own.items():
                 if isinstance(value, torch.Tensor):
                     self._tensors.append((own, name, value, self._place(value), f"attribute {name!r} of {text}"))
-                elif type(value) in _PLAIN:
+                elif not isinstance(value, list | dict):  # what is in these counts, and nobody sees it
                     self._attributes.append((own, name, value, f"attribute {name!r} of {text}"))
             children: dict[str, Any] = module._modules
             self._sizes.append((children, len(children), f"the children of {text}"))

@@ -14,3 +14,14 @@ def test_a_tensor_beside_the_devices_may_not_change() -> None:
     layer.scale.fill_(2.0)
     assert not on_device.difference()
     assert elsewhere.difference() == "attribute 'scale' of layer '0' (Linear), a tensor on cpu, was changed"
+
+
+def test_an_attribute_may_not_be_replaced() -> None:
+    """A tuple, or a function, is an object that a forward may read, too."""
+    layer = nn.Linear(2, 2)
+    for name, before, after in (("window", (1, 2), (3, 2)), ("activation", torch.tanh, torch.sigmoid)):
+        setattr(layer, name, before)
+        fingerprint = Fingerprint([("0", layer)], {"cuda"})
+        assert not fingerprint.difference()
+        setattr(layer, name, after)
+        assert fingerprint.difference() == f"attribute {name!r} of layer '0' (Linear) was replaced"
