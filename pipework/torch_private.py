@@ -127,6 +127,9 @@ without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = 
 )
 """A context in which operators do not call `__torch_function__`. PyTorch's notes on extending it use it, too."""
 
+reads_number: Any = _private("torch.ops.aten._local_scalar_dense.default")
+"""The operator by which Python reads the number in a tensor."""
+
 in_transform: Callable[[], bool] = _private("torch._C._are_functorch_transforms_active")
 """Whether a `torch.func` transform is running."""
 

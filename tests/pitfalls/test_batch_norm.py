@@ -33,6 +33,7 @@ class Count(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore:each mini-batch so far has one row")
 @pytest.mark.parametrize(("rows", "chunks"), SIZES)
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("momentum", [0.1, None])

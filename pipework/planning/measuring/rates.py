@@ -120,7 +120,7 @@ class MetaNumbers(torch_private.DispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operator."""
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is torch_private.reads_number and args[0].is_meta:
             return torch.full((), args[0] is self._of_all, dtype=args[0].dtype, device="cpu").item()
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops.aten.all:

@@ -198,8 +198,7 @@ def test_of_given_micro_batches_only_the_parts_are_compared() -> None:
         first, second = (
             LossNet.forward(model, ROWS[part], labels=OTHER[part])["loss"] for part in (slice(3), slice(3, 8))
         )
-        for result, expected in zip(model(**batch), (first, second), strict=True):
-            torch.testing.assert_close(result["loss"], expected)
+        torch.testing.assert_close(model(**batch)["loss"], (3 * first + 5 * second) / 8)
 
 
 class Denoiser(LossNet):
