@@ -199,8 +199,8 @@ class Executor:
         why = ""
         if loss is None:
             why = "the loss is outside of the pipe: give a target"
-        elif torch_private.modes() or context.saved_tensor_hooks is not None:
-            why = "a mode or hooks on saved tensors are around the call"
+        elif torch_private.modes() or context.saved_tensor_hooks is not None or torch_private.any_global_hooks():
+            why = "a mode, hooks on saved tensors or hooks on all modules are around the call"
         elif loss.seen is not None or self.doubts.looks_at_layers(batch):
             why = "the layers are looked at"
         numbers = None if loss is None else loss.form

@@ -71,7 +71,7 @@ require(
     "utils._python_dispatch._push_mode utils._python_dispatch._pop_mode utils._device.DeviceContext "
     "overrides._get_current_function_mode_stack overrides._push_mode overrides._pop_mode UntypedStorage._cdata "
     "Tensor._version Tensor._backward_hooks Tensor._post_accumulate_grad_hooks Tensor._base "
-    "_neg_view nn.modules.batchnorm._BatchNorm nn.modules.batchnorm._NormBase",
+    "_neg_view nn.modules.batchnorm._BatchNorm nn.modules.batchnorm._NormBase nn.modules.module._has_any_global_hook",
 )
 require("torch.utils._pytree", "SUPPORTED_NODES TreeSpec is_namedtuple_class register_pytree_node tree_flatten")
 require("torch.utils._pytree", "tree_leaves tree_map tree_structure tree_unflatten")
@@ -329,6 +329,11 @@ def all_hooks(module: nn.Module) -> list[Callable[..., Any]]:
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     )  # fmt: skip
     return [hook for group in groups for hook in group.values()]
+
+
+def any_global_hooks() -> bool:
+    """Whether there are hooks on the calls of all modules."""
+    return bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def is_compiled(module: nn.Module) -> bool:

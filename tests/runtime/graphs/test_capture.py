@@ -121,6 +121,20 @@ def test_a_forward_that_begins_once_more_leaves_no_moments_and_no_casts(waits: b
     assert pipes[1].graphs.captured == (not waits)
 
 
+def test_hooks_on_all_modules_are_called_in_each_step() -> None:
+    pipe = pair(blocks())[1]
+    called: list[nn.Module] = []
+    counts = []
+    with nn.modules.module.register_module_forward_pre_hook(lambda module, given: called.append(module)):
+        for _ in range(6):
+            called.clear()
+            pipe(torch.randn(6, 6), target=torch.randn(6, 6)).backward()
+            counts.append(len(called))
+    assert len({*counts}) == 1
+    assert pipe.graphs is not None
+    assert "hooks on all modules" in pipe.graphs.why
+
+
 class Nested(nn.Module):
     """Calls a pipe."""
 
