@@ -216,7 +216,9 @@ def attach(
                 loss_weight = adapter.loss_weight(
                     names[target],
                     cuttable.result,
-                    lambda labels: cuttable.result_of(*forward.with_argument(cuttable.sample, target, labels)),
+                    lambda labels, **others: cuttable.result_of(
+                        *forward.with_arguments(cuttable.sample, {target: labels, **others})
+                    ),
                 )
             settings = replace(settings, loss_fn=place, loss_weight=loss_weight)
         settings = replace(settings, split=None if split is None else functools.partial(forward.split, split))
@@ -322,7 +324,12 @@ def _check_rows(
     weighed = None
     if place is not None:
         weighs = settings.loss_reduction, settings.loss_weight
-        weighed = Weighed(str(forward.target), place.read, *weighs, forward.argument_of, forward.with_argument)
+
+        def argument_of(given: Arguments, name: str) -> Any:
+            names = forward.by_name(*given)
+            return cuttable.adapter.counted(name, names) if name == forward.target else names.get(name)
+
+        weighed = Weighed(str(forward.target), place.read, *weighs, argument_of, forward.with_argument)
     check_rows(cuttable, rows, kind, weighed, layout.outputs)
 
 
@@ -408,6 +415,16 @@ class ForwardArguments:
         place = [*self.signature.parameters].index(name)
         return (*arguments[:place], value, *arguments[place + 1 :]), {**keywords}
 
+    def with_arguments(self, given: Arguments, values: Mapping[str, Any]) -> Arguments:
+        """The arguments with other values, or more of them."""
+        given_already = self.by_name(*given)
+        for name, value in values.items():
+            if name in given_already:
+                given = self.with_argument(given, name, value)
+            else:
+                given = given[0], {**given[1], name: value}
+        return given
+
     def by_position(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Arguments:
         """The same arguments by position, as far as possible, since a pipe has arguments of its own with their names.
 
@@ -471,6 +488,9 @@ class AttachedModel:
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
         """What the pipe is called with for these arguments of the model, and these by name."""
         names = self.forward.by_name(arguments, keywords)
+        if self.target in names:
+            names[self.target] = self.adapter.counted(self.target, names)
+            arguments, keywords = self.forward.with_argument((arguments, keywords), self.target, names[self.target])
         keywords = self.adapter.mini_batch(keywords)
         if not _OF_PIPE.isdisjoint(keywords):
             arguments, keywords = self.forward.by_position(arguments, keywords)

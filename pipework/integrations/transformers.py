@@ -24,7 +24,7 @@ from transformers.utils import output_capturing
 
 from pipework import torch_private
 from pipework.integrations.splits import Split, split_for
-from pipework.model.marks import has_micro_batches
+from pipework.model.marks import MicroBatches, has_micro_batches
 from pipework.model.parts.adapter import Adapter, SideOutputs
 from pipework.model.parts.leaves import flatten, held_by, unflatten
 from pipework.model.parts.side_effects import put_back
@@ -58,6 +58,7 @@ class TransformersAdapter(Adapter):
         self._caches = hasattr(model.config.get_text_config(), "use_cache") and _takes_use_cache(type(model).forward)
         self.side_outputs = CapturedOutputs()
         self._target: str | None = None
+        self._hides_labels = False
         self._weight: Callable[[Any], Any] = len
         self._split: Split | None = None
 
@@ -125,6 +126,15 @@ class TransformersAdapter(Adapter):
         self._target = target
         self._weight = len if weight is None else weight
 
+    def counted(self, target: str, names: Mapping[str, Any]) -> Any:
+        """Without the labels that the model itself leaves out: of what the mask hides."""
+        labels, mask = names.get(target), names.get(*self.masks)
+        if not self._hides_labels or labels is None or mask is None:
+            return labels
+        if isinstance(labels, MicroBatches):
+            return MicroBatches(each.masked_fill(of == 0, _USUAL) for each, of in zip(labels, mask, strict=True))
+        return labels.masked_fill(mask == 0, _USUAL)
+
     def mini_batch(self, keywords: dict[str, Any]) -> dict[str, Any]:
         """The pipe's own keyword arguments: a result has names in the pipe, whatever form the call asks for.
 
@@ -178,7 +188,7 @@ class TransformersAdapter(Adapter):
         owner = next((each for each in reversed(path) if isinstance(each, PreTrainedModel)), None)
         return None if owner is None else functools.partial(owner._init_weights, path[-1])
 
-    def loss_weight(self, target: Any, result: Any, ask: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+    def loss_weight(self, target: Any, result: Any, ask: Callable[..., Any]) -> Callable[[Any], Any] | None:
         """The number of labels that the loss of a micro-batch is a mean over.
 
         Raises:
@@ -194,6 +204,9 @@ class TransformersAdapter(Adapter):
             return None  # each row's loss is divided by its own number of labels
         if not isinstance(target, Tensor) or target.is_floating_point() or target.dtype is torch.bool:
             return None
+        self._hides_labels = hides_labels(target, ask)
+        if self._hides_labels:  # the mask of the sample would hide some of the labels in question
+            ask = functools.partial(ask, attention_mask=torch.ones_like(target))
         return weight_of_labels(kind, target, getattr(result, "logits", None), ask, config)
 
     def comparable(self, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -320,6 +333,28 @@ def weight_of_labels(
         "over, and the pipe weighs micro-batches by them: give attach loss_weight=, a function from the labels of a "
         "micro-batch to how many of them count, such as lambda labels: (labels[:, 1:] != -100).sum()"
     ) from failure
+
+
+def hides_labels(labels: Tensor, ask: Callable[..., Any]) -> bool:
+    """Whether a loss itself leaves out labels where the attention mask is 0.
+
+    Args:
+        labels: of a few rows, integers.
+        ask: from other labels of these rows, and a mask, to what the model returns in a dry run, with its graph.
+    """
+    known = labels[labels >= 0]
+    if labels.dim() != 2 or not len(known):
+        return False
+    asked, mask = torch.full_like(labels, int(known[0])), torch.ones_like(labels, dtype=torch.long)
+    hidden = mask.index_fill(1, mask.new_tensor([mask.shape[1] - 1]), 0)
+    try:
+        whole, others = (
+            torch.count_nonzero(_gradient(asked, functools.partial(ask, attention_mask=each)))
+            for each in (mask, hidden)
+        )
+    except Exception:  # the model takes no such mask, or has no logits
+        return False
+    return bool(others < whole)
 
 
 def counted_labels(labels: Tensor, *, is_shifted: bool, ignored: Sequence[int]) -> Tensor:

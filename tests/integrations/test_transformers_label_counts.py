@@ -1,5 +1,6 @@
 """Which labels a loss is a mean over, as the loss itself says."""
 
+import copy
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
@@ -162,3 +164,21 @@ def test_a_loss_that_is_a_unit_of_the_model() -> None:
 def test_a_sample_of_packed_micro_batches() -> None:
     packed = {name: MicroBatches(value.flatten()[None].chunk(3, 1)) for name, value in padded(True).items()}
     assert keywords_of(llama(), packed, 3) == {"is_shifted": True, "ignored": (-100,)}
+
+
+@pytest.mark.parametrize("given", ["rows", "rows without check", "micro-batches"])
+@pytest.mark.parametrize("name", ["XLMRobertaXL", "BioGpt", "Llama"])
+def test_labels_that_the_model_hides_by_its_mask_have_no_weight(name: str, given: str) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, vocab_size=40, num_labels=5, pad_token_id=1)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForTokenClassification")(config).eval()
+    plain, ids = copy.deepcopy(model), torch.randint(3, 40, (8, 8))
+    lengths = torch.tensor([3, 8, 5, 8, 2, 8, 7, 8])
+    batch = {"input_ids": ids, "attention_mask": (torch.arange(8) < lengths[:, None]).long(), "labels": ids % 5}
+    whole, sample = batch, {key: value[:2] for key, value in batch.items()}
+    if given == "micro-batches":
+        whole = sample = {key: MicroBatches(value.chunk(4)) for key, value in batch.items()}
+    attach(model, sample, chunks=4, devices=["cpu", "cpu"], check=given == "rows")
+    with torch.no_grad():
+        torch.testing.assert_close(model(**whole).loss, plain(**batch).loss, rtol=1e-6, atol=0)

@@ -80,6 +80,15 @@ class Adapter:
             weight: from the target of a micro-batch; None: by its rows.
         """
 
+    def counted(self, target: str, names: Mapping[str, Any]) -> Any:
+        """The target of a call without what the loss does not count, for weights; the loss is the same with it.
+
+        Args:
+            target: its name.
+            names: the arguments of the call by name.
+        """
+        return names.get(target)
+
     def mini_batch(self, keywords: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments of a call, of which some may be about the whole mini-batch."""
         return keywords
@@ -114,13 +123,14 @@ class Adapter:
         """
         return None
 
-    def loss_weight(self, target: Any, result: Any, ask: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+    def loss_weight(self, target: Any, result: Any, ask: Callable[..., Any]) -> Callable[[Any], Any] | None:
         """From the target of a micro-batch to how much its loss counts; None: its rows.
 
         Args:
             target: of a few rows.
             result: what the model returns for them, without values.
-            ask: from another target of these rows to what the model returns in a dry run, with its graph.
+            ask: from another target of these rows, and other arguments by name, to what the model returns in a dry
+                run, with its graph.
         """
         return None
 
