@@ -22,7 +22,7 @@ OF_SEVERAL = {
     ".": {"gpu", "gradcheck", "imports", "mirror", "public_errors", "tiers"},
     "autograd/weight_split": {"randomly"},
     "compat": {"differences"},
-    "integrations": {"accelerate", "lightning", "trl"},
+    "integrations": {"accelerate", "breadth", "lightning", "trl"},
     "planning": {"random_requests"},
     "runtime/graphs": {"recorded"},
     "saving": {

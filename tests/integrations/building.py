@@ -8,6 +8,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -16,6 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from pipework.model.parts.outputs import tensors_by_name
 from tests.integrations.comparing import without_cache
 from tests.integrations.shrinking import LABELS, VOCABULARY, completed, tiny_configs
 
@@ -31,11 +33,11 @@ class Task:
 
     Attributes:
         mapping: the name of its table in transformers.
-        labels: what its models take as labels.
+        labels: what its models take as labels; None: they compute no loss, or take boxes or maps for it.
     """
 
     mapping: str
-    labels: Callable[[], Tensor]
+    labels: Callable[[], Tensor] | None = None
 
 
 def _tokens(length: int = 12, holes: bool = True) -> Tensor:
@@ -65,6 +67,11 @@ TASKS = {
     "audio classification": Task("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES", _classes),
     "speech, CTC": Task("MODEL_FOR_CTC_MAPPING_NAMES", lambda: _tokens(5, holes=False)),
     "speech to text": Task("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", lambda: _tokens(7)),
+    "base model": Task("MODEL_MAPPING_NAMES"),
+    "question answering": Task("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES"),
+    "semantic segmentation": Task("MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES"),
+    "depth estimation": Task("MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES"),
+    "object detection": Task("MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES"),
 }
 
 
@@ -134,7 +141,8 @@ def trained_once(task: str, model: nn.Module) -> tuple[nn.Module, dict[str, Tens
         try:
             trial = copy.deepcopy(model)
             sample = {each: value[: ROWS // CHUNKS] for each, value in batch.items()}
-            loss = trial(**sample, **without_cache(trial)).loss
+            output = trial(**sample, **without_cache(trial))
+            loss = output.loss if "labels" in batch else _sum(output)
             if loss is None:
                 raise ValueError("computes no loss")
             loss.backward()
@@ -146,9 +154,25 @@ def trained_once(task: str, model: nn.Module) -> tuple[nn.Module, dict[str, Tens
     raise failed or ValueError("no mini-batch is known")
 
 
+def _sum(output: Any) -> Tensor:
+    """The sum of all numbers that a model returns and that need a gradient."""
+    return sum((each.float().sum() for each in tensors_by_name(output).values() if each.requires_grad), torch.zeros(()))
+
+
 def mini_batches(task: str, model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Mini-batches that a model may take."""
-    labels = TASKS[task].labels()
+    labels_of = TASKS[task].labels
+    if labels_of is not None:
+        yield from _with_labels(task, model, labels_of())
+        return
+    for batch in _with_labels(task, model, _tokens()):
+        del batch["labels"]
+        if model.config.is_encoder_decoder and "decoder_input_ids" in inspect.signature(type(model).forward).parameters:
+            batch["decoder_input_ids"] = _tokens(7, holes=False)
+        yield batch
+
+
+def _with_labels(task: str, model: nn.Module, labels: Tensor) -> Iterator[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     name = model.main_input_name
     if name == "input_ids":
