@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from pipework import PipeSequential
+from pipework import Pipe, PipeSequential
 from pipework.testing import draw_key
 from tests.conftest import USUAL, WAYS, bitwise, distance, named_gradients
 from tests.ranks import held, own_mesh
@@ -225,19 +225,20 @@ LOSSES: list[Callable[[Tensor, Tensor], Tensor]] = [
 ]
 
 
-def check(seed: int) -> None:
-    """Trains one random model for two steps, and compares everything with the plain loop."""
+def check(seed: int, steps: int = 2, graphs: bool | str = False) -> Pipe:
+    """Trains one random model for so many steps, and compares everything with the plain loop. Returns the pipe."""
     random.seed(seed)
     torch.manual_seed(seed)
-    way = WAYS[random.choice(USUAL)]
+    way = WAYS[random.choice(USUAL[1:] if graphs else USUAL)]
     places, width = random.choice([1, 2, 3, 5, 8]), random.choice([4, 8, 12, 20])
     rows, chunks = random.choice([2, 4, 7, 9]), random.choice([1, 2, 3, 4])
     dtype = random.choice([torch.float32, torch.float32, torch.float64])
     plain = random_model(places, width, random.choice([2, 3, 4, 6])).to(dtype)
     loss_fn = random.choice(LOSSES)
-    pipe = way.pipe(plain, chunks, random.choice(CHECKPOINT_MODES), balance=random_balance(len(plain)), loss_fn=loss_fn)
+    options = {"balance": random_balance(len(plain)), "loss_fn": loss_fn, "graphs": graphs}
+    pipe = way.pipe(plain, chunks, random.choice(CHECKPOINT_MODES), **options)
     needs_gradient = random.random() < 0.5 or not any(True for _ in plain.parameters())
-    for step in range(2):
+    for step in range(steps):
         x, target = torch.randn(rows, places, width, dtype=dtype), torch.randn(rows)
         inputs = [x.clone().requires_grad_(needs_gradient) for _ in range(2)]
         torch.manual_seed(step)
@@ -256,6 +257,7 @@ def check(seed: int) -> None:
             bitwise(pipe.get_buffer(name), buffer)
         if needs_gradient:
             bitwise(inputs[1].grad, inputs[0].grad)
+    return pipe
 
 
 THOROUGH = [pytest.param([seed], marks=pytest.mark.thorough) for seed in range(4, 60)]

@@ -2,7 +2,9 @@
 
     the first mini-batches of a form    as without graphs: kernels are chosen, code is compiled, checks are made
     the next one                        captured
-    all further ones                    replayed, if the layers are as they were; else captured once more
+    all further ones                    replayed, if the layers are as they were
+    the first one with other layers     as without graphs, and the next one is captured: kernels may be new, and code
+                                        still to be compiled, neither of which a capture allows
 
 The form of a mini-batch is what graphs cannot change: shapes and values beside tensors, the schedule, autocast. A few
 forms are kept, as code for several shapes is.
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 FORMS: Final = 2
 """So many forms of a mini-batch are kept: the usual one, and for example that of a last batch."""
 
-_CHANGES: Final = 3  # so often in a row may a captured step be of no use for a second one
+_CHANGES: Final = 3  # so often in a row may the layers change before a captured step is replayed
 
 
 class GraphCount(NamedTuple):
@@ -64,18 +66,15 @@ class _Form:
         form: as above.
         seen: so many of its mini-batches have run without graphs.
         captured: its step; None: it was not captured.
-        layers: the numbers of all processes, when it was captured.
-        is_used: whether it was replayed.
-        useless: so many captures in a row were not.
+        is_used: whether the captured step was replayed.
+        is_rare: whether other forms took the place of its captured step before that was replayed.
     """
 
     def __init__(self, form: tuple[Any, ...]) -> None:
         self.form = form
         self.seen = 0
         self.captured: Captured | None = None
-        self.layers: Sequence[int] = ()
-        self.is_used = False
-        self.useless = 0
+        self.is_used = self.is_rare = False
 
 
 class Captures:
@@ -110,6 +109,8 @@ class Captures:
         self._fingerprint: Fingerprint | None = None  # of the layers as they are
         self._layers_number = 0
         self._changed = ""
+        self._all_layers: Sequence[int] = ()  # their numbers, of all processes, in the latest step
+        self._changes = 0  # in a row, without a replay
         for worker, device in devices.items():
             if not can_capture(device.device):
                 self._give_up(
@@ -195,11 +196,15 @@ class Captures:
         if 0 in layers and not self._off:
             self._give_up(f"worker {layers.index(0)} goes on without graphs, and its messages may differ in each step")
         found = self._found((*form, [_described(each) for each in targets]))
+        if self._all_layers != layers and not self._off:
+            self._take(layers)
         found.seen += 1
         why = why or self._off
         if not why and found.seen <= FIRST:
-            why = f"the first {FIRST} mini-batches of each form run without graphs"
-        captured = None if why else self._usable(found, layers) or self._new(found, layers)
+            why = f"the first {FIRST} mini-batches of each form, and one after a change of layers, run without graphs"
+        if not why and found.is_rare:
+            why = f"more than {FORMS} forms of mini-batches take turns: pad them to {FORMS} forms"
+        captured = None if why else self._usable(found) or self._new(found)
         if captured is None:
             self.count = self.count._replace(eager=self.count.eager + 1, why=why or self._off)
         return captured
@@ -240,23 +245,30 @@ class Captures:
         del self._forms[:-_REMEMBERED]
         return found
 
-    def _usable(self, found: _Form, layers: Sequence[int]) -> Captured | None:
-        """The captured step of a form, if it was captured and the layers are as they were."""
+    def _take(self, layers: Sequence[int]) -> None:
+        """Layers are new, or have changed. So nothing that was captured is of use."""
+        if any(form.seen >= FIRST for form in self._forms):
+            self._changes += 1
+        if self._changes > _CHANGES:
+            changed = self._changed or "the layers of another process have changed"
+            self._give_up(
+                f"{changed}, and so it was {_CHANGES} times before, without a replay in between: let a tensor hold "
+                "what changes, or leave graphs= out"
+            )
+            return
+        self._all_layers = layers
+        self.drop()
+        for form in self._forms:
+            form.seen = min(form.seen, FIRST - 1)
+
+    def _usable(self, found: _Form) -> Captured | None:
+        """The captured step of a form, if it was captured."""
         if found.captured is None or not found.captured.replayed:
             return None
-        if found.layers != layers:
-            found.useless = 0 if found.is_used else found.useless + 1
-            if found.useless >= _CHANGES:
-                changed = self._changed or "the layers of another process have changed"
-                self._give_up(
-                    f"{changed}, and so it was before each of the last steps, which had to be captured anew: let a "
-                    "tensor hold what changes, or leave graphs= out"
-                )
-            return None
-        found.is_used = True
+        found.is_used, self._changes = True, 0
         return found.captured
 
-    def _new(self, found: _Form, layers: Sequence[int]) -> Captured | None:
+    def _new(self, found: _Form) -> Captured | None:
         """A step of this form that is to be captured; None: the layers do not allow it."""
         hooked = "" if self._fingerprint is None else self._fingerprint.hooked
         if hooked and "hooks" not in self._how:
@@ -274,13 +286,14 @@ class Captures:
             self._graphs = {worker: graphs_on(device) for worker, device in self._devices.items()}
         self._drop(found)
         for other in [each for each in self._forms if each.captured is not None][: -FORMS + 1]:
+            other.is_rare = not other.is_used
             self._drop(other)
         if torch.accelerator.is_available():
             # Activations of earlier steps are gone, but the allocator keeps their memory, and gives it to no pool once
             # a capture has begun.
             torch.accelerator.empty_cache()
         found.captured = Captured(self._graphs, goes_on="auto" in self._how)
-        found.layers, found.is_used = layers, False
+        found.is_used = False
         return found.captured
 
     def _drop(self, form: _Form) -> None:

@@ -2,11 +2,14 @@
 
 parameters    the same tensors at the same addresses, with the same requires_grad     else: another capture
 modules       the same children, hooks, attributes but for lists and dictionaries      else: another capture
+generators    in the same states: those of Python and NumPy that are attributes        else: another capture
 buffers       the same tensors: a forward changes them in place                        else: another capture
 """
 
 from __future__ import annotations
 
+import pickle
+import random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -54,6 +57,7 @@ class Fingerprint:
         self._sizes: list[tuple[dict[str, Any], int, str]] = []
         self._tensors: list[tuple[dict[str, Any], str, Tensor | None, _Place, str]] = []
         self._kinds = kinds
+        self._generators: list[tuple[Any, bytes, str]] = []
         self._hooks: list[tuple[nn.Module, list[Callable[..., Any]], str]] = []
         for module, text in named.items():
             own = vars(module)
@@ -68,6 +72,8 @@ class Fingerprint:
                     self._tensors.append((own, name, value, self._place(value), f"attribute {name!r} of {text}"))
                 elif not isinstance(value, list | dict):  # what is in these counts, and nobody sees it
                     self._attributes.append((own, name, value, f"attribute {name!r} of {text}"))
+                if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
+                    self._generators.append((value, pickle.dumps(value), f"generator {name!r} of {text}"))
             children: dict[str, Any] = module._modules
             self._sizes.append((children, len(children), f"the children of {text}"))
             self._attributes += [(children, name, each, f"child {name!r} of {text}") for name, each in children.items()]
@@ -106,6 +112,9 @@ class Fingerprint:
                 return f"requires_grad of {text} was {required} and is {now.requires_grad}"
             if present.version != version:
                 return f"{text}, a tensor on {now.device}, was changed"
+        for generator, state, text in self._generators:
+            if pickle.dumps(generator) != state:
+                return f"the state of {text} was changed"
         for module, hooks, text in self._hooks:
             if torch_private.all_hooks(module) != hooks:
                 return f"the hooks of {text} have changed"

@@ -2,20 +2,24 @@
 
 import copy
 import gc
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from pipework import MicroBatches, NoChunk, Pipe
+from pipework import MicroBatches, NoChunk, Pipe, attach
 from pipework.doubts import Doubts
 from pipework.runtime.graphs import captures
 from pipework.runtime.stage import stage
+from pipework.runtime.transport import LocalEndpoint
 
 pytestmark = pytest.mark.usefixtures("recorded_graphs")
 
@@ -62,7 +66,7 @@ Way = Callable[[Pipe, int], Any]
 
 def outcome(pipe: Pipe, way: Way, steps: int) -> list[Any]:
     """Trains a pipe. What each step returns is held to the end, and read there."""
-    optimizer = torch.optim.Adam(pipe.parameters(), 0.05)
+    optimizer = torch.optim.AdamW(pipe.parameters(), 0.05, foreach=True)
     results = []
     for step in range(steps):
         torch.manual_seed(step)
@@ -158,6 +162,39 @@ def odd(pipe: Pipe, step: int) -> Any:
     return loss
 
 
+def three_sizes(pipe: Pipe, step: int) -> Any:
+    """One of them would be captured anew each time. It runs without graphs, so that two are replayed."""
+    x, y = data(step, rows=4 + step % 3)
+    loss = pipe(x, target=y)
+    loss.backward()
+    return loss
+
+
+def replaced(pipe: Pipe, step: int) -> Any:
+    """A layer, and the memory of a parameter."""
+    torch.manual_seed(step)
+    if step == 3:
+        pipe[0] = nn.Linear(4, 4)
+    elif step == 6:
+        pipe[2].weight.data = torch.randn(4, 4)
+    return scaled(pipe, 0)
+
+
+def lost(pipe: Pipe, step: int) -> Any:
+    """A message is lost between two actions, and the call is made again."""
+    if step == 3:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LocalEndpoint, "sender", lambda endpoint, kind, stage: lose)
+            with pytest.raises(OSError, match="lost"):
+                pipe(*data(step)[:1], target=data(step)[1])
+        torch.manual_seed(step)
+    return odd(pipe, 2 * step + 1)
+
+
+def lose(micro_batch: int, message: Any) -> None:
+    raise OSError("lost")
+
+
 def given(pipe: Pipe, step: int) -> Any:
     x, y = data(step, rows=5)
     loss = pipe(MicroBatches([x[:2], x[2:]]), target=MicroBatches([y[:2], y[2:]]))
@@ -182,34 +219,134 @@ def cast(pipe: Pipe, step: int) -> Any:
 
 
 def watched(pipe: Pipe, step: int) -> Any:
-    """Saved-tensor hooks are around some calls."""
+    """Saved-tensor hooks, or a mode, are around some calls."""
     if step % 2 == 0:
         return odd(pipe, 1)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with FlopCounterMode(display=False) if step == 3 else hooks:
         return odd(pipe, 3)
 
 
 WAYS: dict[str, tuple[Way, int, int]] = {  # steps, and how many are replayed
-    "accumulated": (accumulated, 4, 10),
+    "accumulated": (accumulated, 3, 7),
+    "differentiated": (differentiated, 4, 2),
+    "kept": (kept, 5, 3),
+    "evaluated": (evaluated, 4, 2),
+    "three sizes": (three_sizes, 12, 4),
+    "replaced": (replaced, 9, 2),
+    "lost": (lost, 5, 3),
+    "cast": (cast, 8, 4),
+}
+MORE_WAYS: dict[str, tuple[Way, int, int]] = {
     "in any order": (in_any_order, 4, 6),
-    "differentiated": (differentiated, 5, 3),
-    "kept": (kept, 6, 4),
     "hooked": (hooked, 5, 3),
     "scaled": (scaled, 5, 3),
-    "evaluated": (evaluated, 5, 3),
     "odd": (odd, 8, 4),
     "given": (given, 5, 3),
     "failing": (failing, 5, 3),
-    "cast": (cast, 8, 4),
     "watched": (watched, 8, 2),
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "schedule"),
+    [
+        *((way, ("1f1b", "zb-h1")[number % 2]) for number, way in enumerate(WAYS)),
+        *(
+            pytest.param(way, ("zb-h1", "1f1b")[number % 2], marks=pytest.mark.thorough)
+            for number, way in enumerate(WAYS)
+        ),
+        *(pytest.param(way, name, marks=pytest.mark.thorough) for way in MORE_WAYS for name in ("1f1b", "zb-h1")),
+    ],
+)
 def test_what_the_caller_does(way: str, schedule: str) -> None:
-    call, steps, replayed = WAYS[way]
+    call, steps, replayed = (WAYS | MORE_WAYS)[way]
     alike(pair(schedule=schedule), call, steps, replayed)
+
+
+class Draws(nn.Module):
+    """Its outputs differ in each step by a number that the host has."""
+
+    def __init__(self, number: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.number, self.steps, self.generator = number, 0, numpy.random.default_rng(0)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.number(self)
+
+
+def counts(layer: Any) -> float:
+    layer.steps += 1
+    return float(layer.steps)
+
+
+def replaces(layer: Any) -> float:
+    layer.total = layer.total + 1
+    return 2.0
+
+
+REFUSED: dict[str, tuple[Callable[[Any], float], str]] = {
+    "random": (lambda layer: random.random(), "drew random numbers from Python's random or NumPy"),
+    "numpy": (lambda layer: float(numpy.random.rand()), "drew random numbers from Python's random or NumPy"),
+    "generator": (lambda layer: layer.generator.random(), "the state of generator 'generator' of layer '1'"),
+    "counts": (counts, "attribute 'steps' of layer '1' .Draws. was"),
+    "replaces": (replaces, "buffer 'total' of layer '1' .Draws. was replaced"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_numbers_of_the_host_are_refused(what: str) -> None:
+    number, told = REFUSED[what]
+    _, pipe = pair(nn.Sequential(nn.Linear(4, 4), Draws(number), nn.Linear(4, 4)), checkpoint="never")
+    with pytest.raises((RuntimeError, ValueError), match=told):
+        outcome(pipe, scaled, 8)
+    assert pipe.graphs.replayed == 0
+
+
+@pytest.mark.thorough
+def test_a_compiled_layer_is_unfrozen() -> None:
+    """Its backward is compiled in a step without graphs."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    for layer in layers:
+        layer.compile()
+    layers[1].requires_grad_(False)
+
+    def way(pipe: Pipe, step: int) -> Any:
+        pipe[1].requires_grad_(step >= 3)
+        return scaled(pipe, step)
+
+    alike(pair(layers), way, 7, 3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_an_attached_llama(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    # A mask may be looked at, unless CUDA captures: the stand-in is not CUDA.
+    monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 16, "use_cache": False}
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=2, attention_dropout=0.2, attn_implementation=attention
+    )
+    torch.manual_seed(0)
+    models = [transformers.LlamaForCausalLM(config).train()]
+    models.append(copy.deepcopy(models[0]))
+    results = []
+    for model, graphs in zip(models, (False, True), strict=True):
+        batch = {"input_ids": torch.randint(16, (4, 5)), "attention_mask": torch.ones(4, 5, dtype=torch.int64)}
+        pipe = attach(model, batch | {"labels": batch["input_ids"]}, chunks=2, devices=["cpu"] * 2, graphs=graphs)
+
+        def way(pipe: Any, step: int, model: nn.Module = model) -> Any:
+            tokens = torch.randint(16, (4, 5))
+            mask = torch.arange(5) < torch.tensor([[5], [3], [4], [5]])
+            loss = model(input_ids=tokens, attention_mask=mask.long(), labels=tokens).loss
+            loss.backward()
+            return loss
+
+        results.append(outcome(model, way, 4))
+    same(*results)
+    assert pipe.graphs.replayed == 2
 
 
 def test_a_scaler_that_changes() -> None:
