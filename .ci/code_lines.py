@@ -10,27 +10,27 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 1_840,
-    "assignment": 500,
-    "autograd": 1_315,
+    "": 2_090,
+    "assignment": 520,
+    "autograd": 1_330,
     "cli": 400,
     "compat": 500,
     "device_check": 270,
     "distributed": 3_380,
-    "integrations": 720,
-    "model": 3_530,
-    "planning": 2_450,
-    "runtime": 3_170,
+    "integrations": 960,
+    "model": 3_730,
+    "planning": 2_550,
+    "runtime": 4_050,
     "saving": 1_180,
     "schedule": 2_775,
     "skip": 210,
-    "testing": 660,
+    "testing": 690,
     "timeline": 250,
     "values": 610,
 }
-PACKAGE_LINES, PACKAGE_FILES = 23_680, 253
-TEST_LINES = 35_590
-DOC_WORDS = 45_000
+PACKAGE_LINES, PACKAGE_FILES = 25_430, 263
+TEST_LINES = 38_920
+DOC_WORDS = 45_100
 
 NO_CODE = {
     tokenize.COMMENT,

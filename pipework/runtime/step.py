@@ -184,6 +184,8 @@ class Step:
             self._failed = True
             for each in self._runs.values():
                 each.clear()
+            if self._spec.captured is not None:
+                self._spec.captured.capture = None
             run.failure.raise_first()
         return run.collect()
 
