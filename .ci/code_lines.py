@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 2_090,
+    "": 2_100,
     "assignment": 520,
     "autograd": 1_330,
     "cli": 400,
@@ -29,7 +29,7 @@ PACKAGE = {
     "values": 610,
 }
 PACKAGE_LINES, PACKAGE_FILES = 25_430, 263
-TEST_LINES = 38_920
+TEST_LINES = 38_930
 DOC_WORDS = 45_100
 
 NO_CODE = {

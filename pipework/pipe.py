@@ -181,6 +181,8 @@ class Pipe(Layers):
         with ShortTracebacks():
             workers = executor.engine_in_use
             backend.join(PipeSpec(module, assignment, partitions, executor.skips, settings, key, own, workers))
+            if settings.graph_names:
+                workers()  # refuses devices without graphs
         settings.place(self.output_device)
         self.training = module.training
 

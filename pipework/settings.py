@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -11,7 +12,7 @@ from pipework.schedule import Schedule
 from pipework.schedule.edges import recomputed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,8 +72,10 @@ class Settings(LossSettings):
         for name in names - {CHECK_FINITE, ONE_THREAD}:
             raise ValueError(f"debug is one or several of 'check_finite' and 'one_thread': got {name!r}")
         object.__setattr__(self, "debug", names)
-        for name in self.graph_names - {"on", "auto", "hooks"}:
-            raise ValueError(f"graphs is True, False, or one or several of 'auto' and 'hooks': got {name!r}")
+        asked: Any = self.graphs
+        for name in [asked] if isinstance(asked, str) or not isinstance(asked, Iterable) else asked:
+            if not isinstance(name, bool) and name not in ("auto", "hooks"):
+                raise ValueError(f"graphs is True, False, or one or several of 'auto' and 'hooks': got {name!r}")
         if self.graph_names and CHECK_FINITE in names:
             raise ValueError(
                 "debug='check_finite' reads every value, which graphs= does not allow: leave one of them out"

@@ -223,3 +223,15 @@ def test_no_memory_is_no_fault_of_the_layers() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         pipe(x, target=y)
     assert "cannot be captured" not in " ".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("graphs", ["on", "yes", 1, None, ("auto", "no")])
+def test_another_value_is_refused(graphs: Any) -> None:
+    with pytest.raises(ValueError, match="graphs is True, False, or one or several of 'auto' and 'hooks': got"):
+        Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"], graphs=graphs)
+
+
+def test_a_device_without_graphs_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="worker 0 computes on cpu, which has no graphs"):
+        Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"], graphs=True)
