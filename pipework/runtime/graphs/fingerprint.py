@@ -8,7 +8,6 @@ buffers       the same tensors: a forward changes them in place                 
 
 from __future__ import annotations
 
-import pickle
 import random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -57,7 +56,7 @@ class Fingerprint:
         self._sizes: list[tuple[dict[str, Any], int, str]] = []
         self._tensors: list[tuple[dict[str, Any], str, Tensor | None, _Place, str]] = []
         self._kinds = kinds
-        self._generators: list[tuple[Any, bytes, str]] = []
+        self._generators: list[tuple[Any, str, str]] = []
         self._hooks: list[tuple[nn.Module, list[Callable[..., Any]], str]] = []
         for module, text in named.items():
             own = vars(module)
@@ -73,7 +72,7 @@ class Fingerprint:
                 elif not isinstance(value, list | dict):  # what is in these counts, and nobody sees it
                     self._attributes.append((own, name, value, f"attribute {name!r} of {text}"))
                 if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
-                    self._generators.append((value, pickle.dumps(value), f"generator {name!r} of {text}"))
+                    self._generators.append((value, _state(value), f"generator {name!r} of {text}"))
             children: dict[str, Any] = module._modules
             self._sizes.append((children, len(children), f"the children of {text}"))
             self._attributes += [(children, name, each, f"child {name!r} of {text}") for name, each in children.items()]
@@ -113,7 +112,7 @@ class Fingerprint:
             if present.version != version:
                 return f"{text}, a tensor on {now.device}, was changed"
         for generator, state, text in self._generators:
-            if pickle.dumps(generator) != state:
+            if _state(generator) != state:
                 return f"the state of {text} was changed"
         for module, hooks, text in self._hooks:
             if torch_private.all_hooks(module) != hooks:
@@ -125,3 +124,12 @@ class Fingerprint:
             return _Place()
         is_read = tensor.device.type not in self._kinds and not tensor.is_inference()
         return _Place(tensor.data_ptr(), tensor.requires_grad, torch_private.version(tensor) if is_read else 0)
+
+
+def _state(generator: Any) -> str:
+    """The state of a generator of Python or NumPy, whose arrays are short enough to be shown whole."""
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate())
+    if hasattr(generator, "get_state"):
+        return repr(generator.get_state())
+    return repr(getattr(generator, "bit_generator", generator).state)
