@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = ["lora", "denoiser", "vision_language"]
+NAMES = ["lora", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("denoiser", "vision_language"))]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it

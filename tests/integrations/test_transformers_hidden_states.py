@@ -123,6 +123,7 @@ def test_each_hidden_state_is_collected_once(name: str) -> None:
     assert_exact(model.train(), batch, steps=1, weight=weight)
 
 
+@pytest.mark.thorough
 def test_an_attach_that_fails_leaves_the_model_as_it_was() -> None:
     model, batch = llava().eval(), words_and_images()
     before = [dict(vars(each), hooks=dict(each._forward_hooks)) for each in model.modules()]
