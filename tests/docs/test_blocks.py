@@ -112,6 +112,8 @@ class Shell(markdown.CodeBlockParser):
                     printed += self.output_of(command)
                 case ["python", script, *_] | ["torchrun", "--nproc-per-node", _, script, *_]:
                     assert (ROOT / script).is_file(), line
+                case [*_, "bash", script]:
+                    assert (ROOT / script).is_file(), line
                 case _:
                     pytest.fail(f"nobody checks this command: {line}")
         if shown := shown_below(example):

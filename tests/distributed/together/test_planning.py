@@ -48,7 +48,7 @@ def test_all_ranks_get_the_same_plan_and_train_with_it(mesh: Mesh) -> tuple[str,
         pipework.plan(layers(), x, memory={"gpu": "2 MiB"}, **options)
     with pytest.raises(RuntimeError if mesh.worker else ValueError, match="chunks is 17, and a mini-batch has 16 rows"):
         pipework.plan(layers(), x, chunks=17, **options)
-    with pytest.raises(ValueError, match="leave devices= out"):
+    with pytest.raises(ValueError, match="leave devices= and workers= out"):
         pipework.plan(layers(), x, devices=["cpu", "cpu"], **options)
     with pytest.raises(ValueError, match="which only the measurement of a model needs"):
         pipework.plan(made([1.0]), **options)
