@@ -25,6 +25,7 @@ def test_a_row_for_each_partition_and_the_predicted_bubble():
     ]
 
 
+@pytest.mark.usefixtures("recorded_graphs")
 @pytest.mark.parametrize(
     ("how", "text"), [(False, ""), (True, "graphs on, "), (("auto", "hooks"), "graphs auto, hooks, ")]
 )

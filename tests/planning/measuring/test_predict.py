@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipework import Pipe, PipeSequential, balance_by_size, balance_by_time, pop, skippable, stash
+from pipework.planning.measuring import stage_copy
 from pipework.schedule import SCHEDULES
 from pipework.skip import Namespace
 from tests.conftest import WAYS
@@ -407,7 +409,9 @@ def test_what_a_device_holds_is_what_it_then_counts(
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-def test_what_graphs_add_counts() -> None:
+def test_what_graphs_add_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()  # both predictions measure equal times, on which it depends what is in flight at once
+    monkeypatch.setattr(stage_copy, "now", lambda device: float(next(ticks)))
     layers, x, y = model(), torch.randn(192, 4), torch.randint(3, (192,))
     options = {"schedule": "1f1b", "devices": ["cpu"] * 2, "balance": [4, 4], "loss_fn": functional.cross_entropy}
     plain, pipe = (Pipe(copy.deepcopy(layers), 6, "never", **options, graphs=graphs) for graphs in (False, True))
