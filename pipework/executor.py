@@ -206,9 +206,8 @@ class Executor:
         numbers = None if loss is None else loss.form
         computes = call._replace(key=None, layers=None, recorded=False, everywhere=False)
         form = program, computes, context._replace(saved_tensor_hooks=None), numbers
-        captured = captures.step(form, call.layers, batch.targets or [], why)
+        captured = captures.step(form, call.layers, batch.targets or [], self.deferred, why)
         if captured is not None and loss is not None:
-            captured.deferred = self.deferred
             batch.loss = captured.static_loss(loss, self._devices[-1], engine.accelerators)
         return captured
 

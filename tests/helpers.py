@@ -52,3 +52,18 @@ def saved_and_loaded(thing: Any) -> Any:
     torch.save(thing, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Compares tensors, and what holds tensors, bitwise."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        assert_same(list(one.values()), list(other.values()))
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_same(*pair)
+    else:
+        assert one == other

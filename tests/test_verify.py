@@ -20,6 +20,7 @@ from pipework.runtime.graphs import captures
 from pipework.runtime.graphs.captures import GraphCount
 from pipework.schedule import SCHEDULES
 from pipework.verify import Verification
+from tests.helpers import assert_same
 from tests.integrations import tiny
 from tests.model.parts.harness import attached
 from tests.model.parts.models import Lists, ResNet, Vision, batch_of
@@ -523,20 +524,6 @@ def state_of(pipe: Pipe, x: Tensor) -> list[Any]:
         id(pipe._executor),
         copy.copy(vars(pipe._executor.doubts)),
     ]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        assert_same(list(one.values()), list(other.values()))
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for pair in zip(one, other, strict=True):
-            assert_same(*pair)
-    else:
-        assert one == other
 
 
 class Failing(nn.Module):

@@ -105,7 +105,7 @@ def renewed(leaf: Tensor) -> Tensor:
         >>> again.grad
         tensor([1., 1.])
     """
-    return _marked_like(leaf, cut(leaf))
+    return marked_like(leaf, cut(leaf))
 
 
 def private_copy(leaf: Tensor) -> Tensor:
@@ -115,10 +115,11 @@ def private_copy(leaf: Tensor) -> Tensor:
         >>> private_copy(torch.zeros(2, 6)[:, ::2]).stride(), private_copy(torch.zeros(1).expand(3)).stride()
         ((6, 2), (0,))
     """
-    return _marked_like(leaf, _copied(leaf).requires_grad_(leaf.requires_grad))
+    return marked_like(leaf, _copied(leaf).requires_grad_(leaf.requires_grad))
 
 
-def _marked_like(leaf: Tensor, other: Tensor) -> Tensor:
+def marked_like(leaf: Tensor, other: Tensor) -> Tensor:
+    """The other leaf, with the mark of the first one if that has it."""
     if is_unchangeable(leaf):
         mark_unchangeable(other)
     return other

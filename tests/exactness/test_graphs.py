@@ -12,26 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from pipework import PipeSequential, pop, skippable, stash
-from pipework.doubts import Doubts
-from pipework.runtime.graphs import captures
-from pipework.runtime.stage import stage
 from pipework.skip import Namespace
 from tests.exactness import test_random_models as random_models
 from tests.exactness.test_grid import BALANCES, CHECKPOINT_MODES, CHUNKS, MODELS, ROWS, WAYS, convolutional, forgetful
 from tests.tiers import sampled
 
-pytestmark = pytest.mark.usefixtures("recorded_graphs")
+pytestmark = pytest.mark.usefixtures("captured_soon")
 INSIDE = WAYS[1:]
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def captured_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second mini-batch is captured, and not the fifth."""
-    monkeypatch.setattr(captures, "FIRST", 1)
-    monkeypatch.setattr(stage, "MINI_BATCHES", 1)
-    monkeypatch.setattr(Doubts, "looks_at_layers", lambda doubts, batch: False)
-    monkeypatch.setattr(Doubts, "of_targets", lambda doubts, batch, settings: None)
 
 
 def capturable(module: nn.Sequential) -> nn.Sequential:

@@ -1,12 +1,12 @@
 """The run in which a step is captured: each action is recorded as a graph, which is replayed at once.
 
     receive from another worker -> static tensor -+
-                                              +-> [capture: layers, or autograd] -> replay -> send a copy
+                                                  +-> [capture: layers, or autograd] -> replay -> send a copy
     receive from a stage of this worker ----------+
 
 So the run gives the step's results, and other processes do not notice it. Everything of the transport is between
-graphs. What the stages do, and in which order, becomes a script for each action. `ReplayedStage` follows it in the next
-steps (`captured`).
+graphs. What the stages do, and in which order, becomes a `script` for each action. `ReplayedStage` follows it in the
+next steps (`captured`).
 """
 
 from __future__ import annotations
@@ -14,129 +14,30 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from pipework.runtime.failure import add_note
+from pipework.runtime.graphs.script import Receiving, Replaying, Sending
 from pipework.runtime.graphs.static_tensor import StaticTensor
 from pipework.runtime.random.streams import RandomStream, mix
-from pipework.values.nested import same
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import TypeAlias
+    from collections.abc import Mapping
 
     from torch import Tensor
 
     from pipework.model.batchnorm import DeferredBatchNorms
     from pipework.runtime.graphs.device_graphs import Graph, Graphs, RandomState
+    from pipework.runtime.graphs.script import Name, Script
     from pipework.runtime.random.streams import Key
     from pipework.runtime.stage.memory_meter import MemoryMeter
     from pipework.runtime.stage.stage import Stage
     from pipework.runtime.stage.stage_run import StageRun
     from pipework.runtime.transport import Address, Endpoint, Handler, Message, Receive, Send
     from pipework.schedule import Action
-
-    Name: TypeAlias = tuple[str, int]  # the kind and stage of an address
-
-
-class Ports(NamedTuple):
-    """What a script needs of the run in which it is followed.
-
-    Attributes:
-        receivers: by name.
-        senders: by name.
-        key: of the random numbers.
-        before: called before an action computes.
-    """
-
-    receivers: Mapping[Name, Receive]
-    senders: Mapping[Name, Send]
-    key: Key
-    before: Callable[[], None]
-
-
-@dataclass(slots=True)
-class Receiving:
-    """A message that comes from outside of the worker.
-
-    Attributes:
-        name: of its address.
-        statics: for its tensors; None: a tensor is missing.
-        structure: around them.
-    """
-
-    name: Name
-    statics: tuple[StaticTensor | None, ...]
-    structure: Any
-
-    def replay(self, ports: Ports, micro_batch: int) -> None:
-        """Copies the message of this step.
-
-        Raises:
-            RuntimeError: it is of another form, as only another process may send it.
-        """
-        tensors, structure = ports.receivers[self.name](micro_batch)
-        is_callers = self.name == ("F", 0) or self.name[0] == "target"  # which the form of the step describes
-        alike = is_callers or (len(tensors) == len(self.statics) and same(structure, self.structure))
-        if not alike or not all(
-            tensor is None if static is None else static.fits(tensor)
-            for static, tensor in zip(self.statics, tensors, strict=True)
-        ):
-            raise RuntimeError(
-                f"a stage received another form of message {self.name[0]!r} than its graph was captured for: let the "
-                "layers of the other process return equal shapes, dtypes and values beside tensors in each step, or "
-                "leave graphs= out"
-            )
-        for static, tensor in zip(self.statics, tensors, strict=True):
-            if static is not None:
-                static.fill(tensor)
-
-
-@dataclass(slots=True)
-class Sending:
-    """A message that leaves the worker.
-
-    Attributes:
-        name: of its address.
-        statics: for its tensors; None: a tensor is missing.
-        structure: around them.
-    """
-
-    name: Name
-    statics: tuple[StaticTensor | None, ...]
-    structure: Any
-
-    def replay(self, ports: Ports, micro_batch: int) -> None:
-        """Sends copies of the static tensors."""
-        tensors = tuple([None if static is None else static.copied() for static in self.statics])
-        ports.senders[self.name](micro_batch, (tensors, self.structure))
-
-
-@dataclass(slots=True)
-class Replaying:
-    """A graph.
-
-    Attributes:
-        graph: as above.
-        draws: the states that it draws from, and for which layer.
-        begins: whether it is the first one of its action.
-    """
-
-    graph: Graph
-    draws: list[tuple[RandomState, int]]
-    begins: bool
-
-    def replay(self, ports: Ports, micro_batch: int) -> None:
-        """Launches it with the random numbers of this step."""
-        if self.begins:
-            ports.before()
-        for state, layer in self.draws:
-            state.seed(mix(ports.key.value(), layer, micro_batch))
-        self.graph.replay()
 
 
 class _MoreStates(Exception):
@@ -179,7 +80,7 @@ class Capture:
     """
 
     def __init__(self, graphs: Mapping[int, Graphs], key: Key, deferred: DeferredBatchNorms, *, goes_on: bool) -> None:
-        self.scripts: dict[Address, list[Receiving | Sending | Replaying]] = {}
+        self.scripts: dict[Address, Script] = {}
         self.sizes: dict[Address, tuple[int, int, int]] = {}
         self.gradients: dict[int, list[Tensor | None]] = {}
         self.given_up = ""
@@ -193,7 +94,7 @@ class Capture:
         self._open: _Open | None = None
         # Of the present part of an action. If the part begins once more, its messages have been received and sent.
         self._worker = -1
-        self._script: list[Receiving | Sending | Replaying] = []
+        self._script: Script = []
         self._received: list[Message] = []
         self._reads = self._sends = self._sent = 0
 

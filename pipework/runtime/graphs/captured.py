@@ -1,10 +1,11 @@
 """A training step that was captured: what its graphs need of a further step, and what they leave.
 
-static       inputs, targets, messages      copied in each step (`static_tensor`)
-weights and scale of the loss  likewise, by the caller's stream
-in place     parameters, buffers            as they are at present
-pool         activations, gradients         overwritten in each step: gradients, and moments of deferred batch norms,
-are read before the next one
+    static       inputs, targets, messages      copied in each step (`static_tensor`)
+                 weights and scale of the loss  likewise, by the caller's stream
+    in place     parameters, buffers            as they are at present
+    pool         activations, gradients         overwritten in each step
+
+Gradients, and the moments of deferred batch norms, lie in the pool, too. They are read before the next step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipework.runtime.graphs.capture import Capture, Ports, Receiving, Sending
+from pipework.runtime.graphs.capture import Capture
+from pipework.runtime.graphs.script import Ports, Receiving, Sending
 from pipework.runtime.stage.actions import HANDLERS
 from pipework.runtime.stage.stage_run import StageRun
 
@@ -39,6 +41,7 @@ class Captured:
 
     Args:
         graphs: of each worker of this process.
+        deferred: the deferred batch norms of the layers.
         goes_on: whether the run goes on without graphs if an action cannot be captured.
 
     Attributes:
@@ -46,13 +49,11 @@ class Captured:
         replayed: by stage, what follows the scripts; empty before the capture is over.
         given_up: why the step was not captured; empty: it was.
         is_new: whether the latest run was that which captured.
-        deferred: the deferred batch norms of the layers; the executor sets it.
     """
 
-    deferred: DeferredBatchNorms
-
-    def __init__(self, graphs: Mapping[int, Graphs], *, goes_on: bool) -> None:
+    def __init__(self, graphs: Mapping[int, Graphs], deferred: DeferredBatchNorms, *, goes_on: bool) -> None:
         self._graphs = graphs
+        self._deferred = deferred
         self._goes_on = goes_on
         self.capture: Capture | None = None
         self.replayed: dict[int, StageRun] = {}
@@ -65,7 +66,7 @@ class Captured:
 
     def begin(self, key: Key) -> Capture:
         """The step is captured from now on."""
-        self.capture = Capture(self._graphs, key, self.deferred, goes_on=self._goes_on)
+        self.capture = Capture(self._graphs, key, self._deferred, goes_on=self._goes_on)
         return self.capture
 
     def end(self, runs: Mapping[int, StageRun]) -> None:
@@ -85,9 +86,9 @@ class Captured:
     def collect(self) -> None:
         """After the workers have run: what they have collected for deferred batch norms."""
         if self.is_new:
-            self._moments = self.deferred.collected()
+            self._moments = self._deferred.collected()
         else:
-            self.deferred.collect(self._moments)
+            self._deferred.collect(self._moments)
 
     def static_loss(self, loss: InnerLoss, device: torch.device, workers: Iterable[WorkerDevice]) -> InnerLoss:
         """The loss of a step with its numbers in static tensors, which graphs read.

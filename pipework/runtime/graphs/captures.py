@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from pipework.model.batchnorm import DeferredBatchNorms
     from pipework.runtime.device import WorkerDevice
     from pipework.runtime.graphs.device_graphs import Graphs
     from pipework.runtime.transport import Message
@@ -157,8 +158,10 @@ class Captures:
         Raises:
             ValueError: the layers cannot be captured, and it was not asked to go on without.
         """
+        if self._off:
+            return 0
         changed = "the layers are new" if self._fingerprint is None else self._fingerprint.difference()
-        if changed and not self._off:
+        if changed:
             self._refuse_layers()
         if self._off:
             return 0
@@ -180,7 +183,12 @@ class Captures:
                 )
 
     def step(
-        self, form: tuple[Any, ...], layers: Sequence[int], targets: Sequence[Message], why: str
+        self,
+        form: tuple[Any, ...],
+        layers: Sequence[int],
+        targets: Sequence[Message],
+        deferred: DeferredBatchNorms,
+        why: str,
     ) -> Captured | None:
         """The captured step for a training step; a new one is still to be captured; None: it runs without graphs.
 
@@ -188,6 +196,7 @@ class Captures:
             form: of the mini-batch, without its targets.
             layers: their numbers, of all processes.
             targets: of the mini-batch.
+            deferred: the deferred batch norms of the layers.
             why: why it must run without graphs; empty: nothing is known.
 
         Raises:
@@ -204,7 +213,7 @@ class Captures:
             why = f"the first {FIRST} mini-batches of each form, and one after a change of layers, run without graphs"
         if not why and found.is_rare:
             why = f"more than {FORMS} forms of mini-batches take turns: pad them to {FORMS} forms"
-        captured = None if why else self._usable(found) or self._new(found)
+        captured = None if why else self._usable(found) or self._new(found, deferred)
         if captured is None:
             self.count = self.count._replace(eager=self.count.eager + 1, why=why or self._off)
         return captured
@@ -268,7 +277,7 @@ class Captures:
         found.is_used, self._changes = True, 0
         return found.captured
 
-    def _new(self, found: _Form) -> Captured | None:
+    def _new(self, found: _Form, deferred: DeferredBatchNorms) -> Captured | None:
         """A step of this form that is to be captured; None: the layers do not allow it."""
         hooked = "" if self._fingerprint is None else self._fingerprint.hooked
         if hooked and "hooks" not in self._how:
@@ -292,7 +301,7 @@ class Captures:
             # Activations of earlier steps are gone, but the allocator keeps their memory, and gives it to no pool once
             # a capture has begun.
             torch.accelerator.empty_cache()
-        found.captured = Captured(self._graphs, goes_on="auto" in self._how)
+        found.captured = Captured(self._graphs, deferred, goes_on="auto" in self._how)
         found.is_used = False
         return found.captured
 

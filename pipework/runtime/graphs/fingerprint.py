@@ -1,9 +1,11 @@
 """What graphs take for granted of the layers: it is compared before each step, since a graph runs no Python.
 
-parameters    the same tensors at the same addresses, with the same requires_grad     else: another capture
-modules       the same children, hooks, attributes but for lists and dictionaries      else: another capture
-generators    in the same states: those of Python and NumPy that are attributes        else: another capture
-buffers       the same tensors: a forward changes them in place                        else: another capture
+    parameters    the same tensors at the same addresses, with the same requires_grad
+    modules       the same children, hooks, attributes but for lists and dictionaries
+    generators    in the same states: those of Python and NumPy that are attributes
+    buffers       the same tensors: a forward changes them in place
+
+If anything else is found, the step is captured anew.
 """
 
 from __future__ import annotations

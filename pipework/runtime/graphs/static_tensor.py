@@ -41,8 +41,7 @@ class StaticTensor:
         form = TensorForm.of(tensor)
         with graphs.allocating():
             leaf = form.tensor(form.room(tensor.device)).requires_grad_(tensor.requires_grad)
-        if boundary.is_unchangeable(tensor):
-            boundary.mark_unchangeable(leaf)
+        boundary.marked_like(tensor, leaf)
         static = cls(leaf, graphs)
         static.fill(tensor)
         return leaf, static

@@ -16,21 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipework import MicroBatches, NoChunk, Pipe, attach
-from pipework.doubts import Doubts
-from pipework.runtime.graphs import captures
-from pipework.runtime.stage import stage
 from pipework.runtime.transport import LocalEndpoint
+from tests.helpers import assert_same
 
-pytestmark = pytest.mark.usefixtures("recorded_graphs")
-
-
-@pytest.fixture(autouse=True)
-def captured_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second mini-batch is captured, and not the fifth."""
-    monkeypatch.setattr(captures, "FIRST", 1)
-    monkeypatch.setattr(stage, "MINI_BATCHES", 1)
-    monkeypatch.setattr(Doubts, "looks_at_layers", lambda doubts, batch: False)
-    monkeypatch.setattr(Doubts, "of_targets", lambda doubts, batch, settings: None)
+pytestmark = pytest.mark.usefixtures("captured_soon")
 
 
 def pair(layers: nn.Sequential | None = None, **options: Any) -> tuple[Pipe, Pipe]:
@@ -47,18 +36,6 @@ def pair(layers: nn.Sequential | None = None, **options: Any) -> tuple[Pipe, Pip
 def data(step: int, rows: int = 4) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(rows, 4, generator=generator), torch.randn(rows, 4, generator=generator)
-
-
-def same(one: Any, other: Any) -> None:
-    """Compares tensors, and what holds tensors, bitwise."""
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for pair in zip(one, other, strict=True):
-            same(*pair)
-    else:
-        assert one == other
 
 
 Way = Callable[[Pipe, int], Any]
@@ -80,7 +57,7 @@ def outcome(pipe: Pipe, way: Way, steps: int) -> list[Any]:
 
 
 def alike(pipes: tuple[Pipe, Pipe], way: Way, steps: int = 5, replayed: int = 3) -> None:
-    same(*(outcome(pipe, way, steps) for pipe in pipes))
+    assert_same(*(outcome(pipe, way, steps) for pipe in pipes))
     assert pipes[1].graphs is not None
     assert pipes[1].graphs.replayed == replayed
 
@@ -345,7 +322,7 @@ def test_an_attached_llama(attention: str, monkeypatch: pytest.MonkeyPatch) -> N
             return loss
 
         results.append(outcome(model, way, 4))
-    same(*results)
+    assert_same(*results)
     assert pipe.graphs.replayed == 2
 
 
@@ -366,7 +343,7 @@ def test_a_scaler_that_changes() -> None:
             scaler.update()
             optimizer.zero_grad()
             results.append((graphs, loss, scaler.get_scale(), [each.detach().clone() for each in pipe.parameters()]))
-    same([each[1:] for each in results if not each[0]], [each[1:] for each in results if each[0]])
+    assert_same([each[1:] for each in results if not each[0]], [each[1:] for each in results if each[0]])
 
 
 def test_weights_and_ignored_targets() -> None:
@@ -419,8 +396,8 @@ def test_two_pipes() -> None:
             losses[-1].backward()
         assert losses[0] == losses[1] == losses[2]
     for three in zip(*(pipe.parameters() for pipe in (plain, captured, second)), strict=True):
-        same(three[0].grad, three[1].grad)
-        same(three[0].grad, three[2].grad)
+        assert_same(three[0].grad, three[1].grad)
+        assert_same(three[0].grad, three[2].grad)
 
 
 def test_two_threads() -> None:
@@ -465,7 +442,7 @@ def test_copies_are_captured_by_themselves() -> None:
                 torch.manual_seed(step)
                 odd(each, 2 * step + 1)
                 gradients.append([parameter.grad for parameter in each.parameters()])
-            same(*gradients)
+            assert_same(*gradients)
         assert twin.graphs.replayed == 2
 
 
