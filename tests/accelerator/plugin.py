@@ -30,8 +30,10 @@ SEVERAL = (
     "tests/exactness/test_skips.py",
 )
 # These are about the CPU: its autocast, its 16-bit arithmetic, Python code that kernels on other threads may run,
-# conjugate views, and torch.mv, which multiplies memory that nobody wrote by 0.
+# conjugate views, and torch.mv, which multiplies memory that nobody wrote by 0; and the stand-in for graphs, which
+# knows the CPU's generators only (`tests/accelerator/test_graphs.py` has captured steps on simulated devices).
 CPU_ONLY = (
+    "tests/exactness/test_graphs.py",
     "tests/exactness/test_halves.py::test_autocast_casts_each_parameter_once_in_a_mini_batch",
     "tests/exactness/test_modes.py::test_a_mode_is_used_by_one_worker_at_a_time",
     "tests/exactness/test_values.py::test_tensors_cross_a_boundary_as_they_lie_in_memory",
