@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipework import Pipe, pop, skippable, stash
+from pipework.runtime.graphs import captures
 from pipework.runtime.random import unseen_draws
 from pipework.runtime.random.kernels import DeviceGenerator
 from pipework.runtime.random.shards import drawing_for_shard
 from tests.accelerator.gate import closed_gate, wait_at
+from tests.runtime.graphs.recorded import RecordedGraphs
 
 WIDTH = 16
 
@@ -208,6 +210,33 @@ def call_on_own_streams(devices: Sequence[str]) -> list[Tensor]:
     finally:
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(True)
     return [loss.detach(), *(parameter.grad for parameter in pipe.parameters())]
+
+
+def replay_on_own_streams(devices: Sequence[str]) -> list[Tensor]:
+    """Captured steps, each called on other streams of the caller's, with another weight of its losses."""
+    results = []
+    made = mock.Mock(side_effect=lambda _: RecordedGraphs())
+    with mock.patch.multiple(captures, can_capture=mock.Mock(return_value=True), graphs_on=made):
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+        pipe = Pipe(
+            layers, 4, balance=[1, 1], devices=devices, schedule="1f1b", loss_fn=functional.mse_loss, graphs=True
+        )
+        for step in range(8):
+            streams = [torch.Stream(device) for device in dict.fromkeys(devices)]
+            with contextlib.ExitStack() as current:
+                for stream in streams:
+                    current.enter_context(stream)
+                x = torch.full((8, WIDTH), 0.25 * (step + 1), device=devices[0]).cumsum(0)
+                y = torch.ones(8, WIDTH, device=devices[1])
+                loss = pipe(x, target=y, loss_scale=1.0 + step)
+                loss.backward()
+                results += [loss.detach().clone(), *(parameter.grad.clone() for parameter in pipe.parameters())]
+                pipe.zero_grad()
+                del loss
+        assert pipe.graphs.replayed == 3
+    for device in dict.fromkeys(devices):
+        torch.accelerator.synchronize(device)
+    return results
 
 
 def fail(devices: Sequence[str]) -> list[Tensor]:
@@ -440,6 +469,7 @@ SCENARIOS: dict[str, Callable[[], list[Tensor]]] = {
     ),
     "streams of the caller's own": lambda: call_on_own_streams(["sim:0", "sim:1"]),
     "streams of the caller's own, and the CPU": lambda: call_on_own_streams(["cpu", "sim:1"]),
+    "streams of the caller's own, captured": lambda: replay_on_own_streams(["sim:0", "sim:1"]),
     "a failure": lambda: fail(["sim:0", "sim:1"]),
     "no default generators": seed_without_default_generators,
     "evaluation": lambda: evaluate(["sim:0", "sim:1"]),

@@ -109,6 +109,11 @@ class Captured:
             scale = self._scale[0]
         return replace(loss, weights=None if self._weights is None else self._weights.unbind(), seed_scale=scale)
 
+    def wait(self) -> None:
+        """Before the step is dropped: waits until the devices have replayed it."""
+        for graphs in self._graphs.values():
+            graphs.wait()
+
     def restore_gradients(self) -> None:
         """Before a step: the aliases have the gradients that graphs write, in place of sums over replicas."""
         for stage, replayed in self.replayed.items():

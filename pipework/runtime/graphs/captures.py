@@ -308,9 +308,7 @@ class Captures:
     def _drop(self, form: _Form) -> None:
         """Frees what a form has captured, which the devices may still replay."""
         if form.captured is not None:
-            for device in self._devices.values():
-                if device.stream is not None:
-                    device.stream.synchronize()
+            form.captured.wait()
             form.captured = None
 
     def _give_up(self, text: str) -> None:

@@ -76,6 +76,9 @@ class Graphs(Protocol):
     def unowned(self, tensor: Tensor) -> Tensor:
         """The same memory; when the tensor is gone, a later graph may use it, too."""
 
+    def wait(self) -> None:
+        """Before graphs are dropped: waits until the device has replayed them."""
+
 
 def can_capture(device: torch.device) -> bool:
     """Whether there are graphs for a device.
@@ -177,3 +180,7 @@ class CudaGraphs:
     def unowned(self, tensor: Tensor) -> Tensor:
         """See `Graphs.unowned`."""
         return torch_private.unowned(tensor)
+
+    def wait(self) -> None:
+        """See `Graphs.wait`."""
+        torch.cuda.synchronize(self._device)

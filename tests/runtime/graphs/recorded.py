@@ -205,6 +205,9 @@ class RecordedGraphs:
         """The tensor itself: here no memory is used again."""
         return tensor
 
+    def wait(self) -> None:
+        """What is dropped here lives as long as anything uses it."""
+
 
 class _Recorder(torch_private.ThreadDispatchMode):
     """The mode of a capture.
