@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 
 import pipework
 from benchmarks.harness import gradients_of
@@ -175,12 +175,14 @@ class Taken(NamedTuple):
     processor: float
 
 
-def free_port() -> int:
-    """A port of this machine that is free at the moment."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+def hosted_store() -> TCPStore:
+    """The store of a job, in this process as in torchrun's: a port that was only looked up may be taken meanwhile."""
+    return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def address_of(store: TCPStore) -> dict[str, str]:
+    """The environment in which the ranks of a job find its store."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 class TwoProcesses:
@@ -194,12 +196,13 @@ class TwoProcesses:
 
     def __init__(self, make: Make, count: int = WORKERS, replicas: int = 1) -> None:
         context = get_context("spawn")
-        port = free_port()
+        self._store = hosted_store()
+        address = address_of(self._store)
         self._connections = []
         self._processes = []
         for rank in range(count):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, replicas, port, make, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, count, replicas, address, make, there), daemon=True)
             process.start()
             there.close()
             self._connections.append(here)
@@ -265,9 +268,8 @@ def two_processes(make: Make, count: int = WORKERS, replicas: int = 1) -> Iterat
         processes.kill()
 
 
-def _serve(rank: int, count: int, replicas: int, port: int, make: Make, connection: Any) -> None:
+def _serve(rank: int, count: int, replicas: int, address: dict[str, str], make: Make, connection: Any) -> None:
     """Runs in each of the processes: executes commands until the command to end."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     os.environ.update({**address, **ranks, "OMP_NUM_THREADS": "1"})
     torch.set_num_threads(1)

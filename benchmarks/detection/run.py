@@ -23,7 +23,6 @@ from torch.distributed import TCPStore
 import pipework
 from benchmarks import harness
 from benchmarks.harness import Verdict
-from benchmarks.two_processes import free_port
 from pipework import Pipe, PipelineError
 from tests import injection as faults
 
@@ -77,10 +76,11 @@ def kinds(detect: float) -> dict[str, Kind]:
 
 def measure(kind: Kind) -> float:
     """Seconds from the fault until the last of the others has raised."""
-    port = free_port()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        store = fork(lambda: serve(port))
+        store = fork(lambda: serve(folder))
+        wait_for([folder / "port"])
+        port = int((folder / "port").read_text())
         ranks = [fork(lambda rank=rank: train(rank, port, kind, folder)) for rank in range(RANKS)]  # type: ignore[misc]
         others = [rank for rank in range(RANKS) if rank != kind.rank]
         try:
@@ -119,9 +119,10 @@ def fork(body: Any) -> int:
         os._exit(1)
 
 
-def serve(port: int) -> NoReturn:
+def serve(folder: Path) -> NoReturn:
     """The store, in a process of its own as that of torchrun."""
-    store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    write(folder / "port", str(store.port))
     while store is not None:
         time.sleep(60)
     raise AssertionError("only a signal ends this")

@@ -1,13 +1,14 @@
 """`DistributedDataParallel(pipe)` on two gloo processes: the gradients of the whole batch, in every way and mode."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from benchmarks.two_processes import address_of, hosted_store
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="this build of torch has no distributed"),
@@ -28,10 +29,8 @@ CASES = [
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, str]:
     """All cases in one pair of processes: starting them costs more than running them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    store = hosted_store()
+    environment = {**os.environ, **address_of(store), "WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), *map(":".join, CASES)],

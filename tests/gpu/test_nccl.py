@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.two_processes import free_port
+from benchmarks.two_processes import address_of, hosted_store
 from tests.gpu.ranks import CAPTURED, SCHEDULES, WORKERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,9 +24,9 @@ AT_THE_END = 10.0  # seconds from the last step to the end of the process: no ti
 CARDS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def environment(rank: int, port: int) -> dict[str, str]:
+def environment(rank: int, address: dict[str, str]) -> dict[str, str]:
     """What a launcher would set."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS), "RANK": str(rank)}
+    shared = {**address, "WORLD_SIZE": str(WORKERS), "RANK": str(rank)}
     if CARDS == 1:
         apart = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
         return {**shared, **apart, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -39,14 +39,15 @@ def run_all(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[st
     Returns:
         What the ranks found; what the threads did; and all that the ranks have printed.
     """
-    port = free_port()
+    store = hosted_store()
+    address = address_of(store)
     own = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.ranks", str(folder / str(number))],
             cwd=ROOT, env={**own, **extra}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for number, extra in enumerate([*(environment(rank, port) for rank in range(WORKERS)), {}])
+        for number, extra in enumerate([*(environment(rank, address) for rank in range(WORKERS)), {}])
     ]  # fmt: skip
     deadline, printed, found = time.monotonic() + SECONDS, [], []
     try:
@@ -59,7 +60,7 @@ def run_all(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[st
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
     return found[:WORKERS], found[WORKERS], printed[:WORKERS]
 
 
