@@ -75,8 +75,8 @@ class StepCall(NamedTuple):
             target was not.
         given: for micro-batches that the caller has made, the rows of each, -1 if it has none; processes that have
             neither inputs nor targets may know -1 only. None: the pipe splits the mini-batch.
-        form: a number for the form of the inputs, see `Captures`; 0: it is of no use. The first rank's counts.
-        layers: a number for the layers of each worker's process, see `Captures`; None: nothing is captured.
+        form: a number for the form of the inputs, see `CapturedSteps`; 0: it is of no use. The first rank's counts.
+        layers: a number for the layers of each worker's process, see `CapturedSteps`; None: nothing is captured.
     """
 
     training: bool

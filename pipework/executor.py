@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from pipework.doubts import Doubts
     from pipework.model.sequential import TupleRule
     from pipework.planning.measuring.predict import Prediction
-    from pipework.runtime.graphs.captured import Captured
-    from pipework.runtime.graphs.captures import GraphCount
+    from pipework.runtime.graphs.captured_step import CapturedStep
+    from pipework.runtime.graphs.captured_steps import GraphCount
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.transport import Message
     from pipework.schedule import Schedule
@@ -148,10 +148,10 @@ class Executor:
 
         # 2. All processes know the call.
         call = call._replace(gradients=batch.required_gradients if call.grad else 0)
-        if engine.captures is not None and call.training and call.grad:
+        if engine.captured_steps is not None and call.training and call.grad:
             with engine.lock:  # while workers run for another thread, the slots hold what is theirs
-                form = engine.captures.number_of(batch.micro_batches) if self._backend.is_first else 0
-                call = call._replace(form=form, layers=[engine.captures.number_of_layers()])
+                form = engine.captured_steps.number_of(batch.micro_batches) if self._backend.is_first else 0
+                call = call._replace(form=form, layers=[engine.captured_steps.number_of_layers()])
         read = batch if self._backend.is_first else None
         call = self._backend.begin(call, read, (inputs, keyword_inputs), target)
         if read is None:
@@ -171,16 +171,16 @@ class Executor:
         if call.training:
             key.value()
         engine.workers.refuse_caller()
-        with contextlib.nullcontext() if engine.captures is None else engine.captures.turn:
+        with contextlib.nullcontext() if engine.captured_steps is None else engine.captured_steps.turn:
             captured = self._captured(engine, program, context, batch, call)
             step = self._step(engine, program, context, key, batch, call, captured)
             with self._watched(batch, engine.lock):
                 results, of_inputs = step.run(batch.micro_batches, batch.targets or [])
                 if captured is not None:
                     captured.collect()
-            if captured is not None and engine.captures is not None:
+            if captured is not None and engine.captured_steps is not None:
                 with engine.lock:
-                    batch.warnings += engine.captures.settle(captured)
+                    batch.warnings += engine.captured_steps.settle(captured)
         # An error of one process in 5 must not leave its random numbers behind those of the others.
         self._backend.share_key(call, key)
 
@@ -191,10 +191,10 @@ class Executor:
 
     def _captured(
         self, engine: Engine, program: Program, context: CallerContext, batch: MiniBatch, call: StepCall
-    ) -> Captured | None:
+    ) -> CapturedStep | None:
         """The step as graphs; None: it runs without."""
-        captures, loss = engine.captures, batch.loss
-        if captures is None or call.layers is None:
+        steps, loss = engine.captured_steps, batch.loss
+        if steps is None or call.layers is None:
             return None
         why = ""
         if loss is None:
@@ -206,7 +206,7 @@ class Executor:
         numbers = None if loss is None else loss.form
         computes = call._replace(key=None, layers=None, recorded=False, everywhere=False)
         form = program, computes, context._replace(saved_tensor_hooks=None), numbers
-        captured = captures.step(form, call.layers, batch.targets or [], self.deferred, why)
+        captured = steps.step(form, call.layers, batch.targets or [], self.deferred, why)
         if captured is not None and loss is not None:
             batch.loss = captured.static_loss(loss, self._devices[-1], engine.accelerators)
         return captured
@@ -219,7 +219,7 @@ class Executor:
         key: Key,
         batch: MiniBatch,
         call: StepCall,
-        captured: Captured | None,
+        captured: CapturedStep | None,
     ) -> Step:
         recorder, number = (None, 0) if (recording := self.recording) is None else (recording[0], next(recording[1]))
         spec = StepSpec(
@@ -236,7 +236,7 @@ class Executor:
             number=number,
             scaler=self.settings.grad_scaler,
             captured=captured,
-            one_thread=engine.captures is not None and engine.captures.is_on,
+            one_thread=engine.captured_steps is not None and engine.captured_steps.is_on,
         )
         return Step(engine, program, spec)
 
@@ -368,8 +368,8 @@ class Executor:
         if target is None and not program.loss_may_be_outside:
             raise self.settings.missing_target(program.schedule.name, call="pipe.predict")
         stages, split = list(self._partitions.values()), (batch, batch.targets, batch.loss)
-        captures = self.engine_in_use().captures if self.settings.graph_names and target is not None else None
-        options["graphs"] = captures is not None and captures.is_on
+        steps = self.engine_in_use().captured_steps if self.settings.graph_names and target is not None else None
+        options["graphs"] = steps is not None and steps.is_on
         return predict_step(stages, self._devices, program.schedule, *split, self.tuples, **options)
 
     def schedule(self, micro_batches: int | None) -> Schedule:
@@ -383,8 +383,8 @@ class Executor:
     @property
     def graphs(self) -> GraphCount | None:
         """See `Pipe.graphs`."""
-        captures = self.engine_in_use().captures
-        return None if captures is None else captures.count
+        steps = self.engine_in_use().captured_steps
+        return None if steps is None else steps.count
 
     def layer_replaced(self) -> None:
         """The stages still run the layer that was there before: the next mini-batch makes and checks them again."""

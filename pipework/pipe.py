@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pipework.model.marks import OwnSplit
     from pipework.planning.measuring.predict import Prediction
     from pipework.planning.plan import Plan
-    from pipework.runtime.graphs.captures import GraphCount
+    from pipework.runtime.graphs.captured_steps import GraphCount
     from pipework.schedule import Schedule, ScheduleSpec
     from pipework.verify import Verification
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipework import Pipe
 from pipework.doubts import Doubts
-from pipework.runtime.graphs import captures
+from pipework.runtime.graphs import captured_steps
 from pipework.runtime.stage import stage
 from pipework.schedule import SCHEDULES, build
 from pipework.schedule.placement import wave_placement
@@ -55,14 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured on the CPU, as operators that a stand-in of a device's graphs records."""
-    monkeypatch.setattr(captures, "can_capture", lambda device: True)
-    monkeypatch.setattr(captures, "graphs_on", lambda device: RecordedGraphs())
+    monkeypatch.setattr(captured_steps, "can_capture", lambda device: True)
+    monkeypatch.setattr(captured_steps, "graphs_on", lambda device: RecordedGraphs())
 
 
 @pytest.fixture
 def captured_soon(recorded_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `recorded_graphs`; the second mini-batch is captured, and not the fifth."""
-    monkeypatch.setattr(captures, "FIRST", 1)
+    monkeypatch.setattr(captured_steps, "FIRST", 1)
     monkeypatch.setattr(stage, "MINI_BATCHES", 1)
     monkeypatch.setattr(Doubts, "looks_at_layers", lambda doubts, batch: False)
     monkeypatch.setattr(Doubts, "of_targets", lambda doubts, batch, settings: None)

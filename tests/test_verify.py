@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipework import Mesh, MicroBatches, NoChunk, Pipe, PipeWarning, pop, skippable, stash
-from pipework.runtime.graphs import captures
-from pipework.runtime.graphs.captures import GraphCount
+from pipework.runtime.graphs import captured_steps
+from pipework.runtime.graphs.captured_steps import GraphCount
 from pipework.schedule import SCHEDULES
 from pipework.verify import Verification
 from tests.helpers import assert_same
@@ -789,7 +789,9 @@ def on_each_rank(mesh: Mesh) -> Any:
     results += [found(stacked, y, x, balance=[2, 4]), found(tied(), y, x, balance=[2, 2])]
     results += [found([nn.Linear(WIDTH, 8), Unordered(1e-3, 0.0, []), nn.Tanh(), nn.Linear(8, OUTPUTS)], y, x)]
     allowed = str(results[-1])
-    with mock.patch.multiple(captures, can_capture=lambda device: True, graphs_on=lambda device: RecordedGraphs()):
+    with mock.patch.multiple(
+        captured_steps, can_capture=lambda device: True, graphs_on=lambda device: RecordedGraphs()
+    ):
         results.append(found(layers(), y, x.requires_grad_(), graphs=True))
     assert sum("replayed" in each.what for each in results[-1].compared) == 3
     results.append(attached(Vision(p=0.5), batch_of(Vision), devices=None, mesh=mesh, checkpoint="always"))

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from pipework.runtime.device import WorkerDevice, link
-from pipework.runtime.graphs.captures import Captures
+from pipework.runtime.graphs.captured_steps import CapturedSteps
 from pipework.runtime.stage.execution_views import shared_modules
 from pipework.runtime.stage.stage import Stage
 from pipework.runtime.worker_threads import WorkerThreads
@@ -39,7 +39,7 @@ class Engine:
         graphs: how steps are captured, see `Settings.graphs`; empty: they are not.
 
     Attributes:
-        captures: the captured steps; None: there are none.
+        captured_steps: of the pipe; None: nothing is captured.
         stages: those whose workers are in this process, by number and in order.
         placement: the worker of each stage, wherever it is.
         devices: of the workers in this process, by number and in order.
@@ -77,7 +77,7 @@ class Engine:
         named = [pair for each in layers.values() for pair in each]
         if loss is not None:
             named.append(("loss_fn", loss))
-        self.captures = Captures(graphs, self.devices, named) if graphs else None
+        self.captured_steps = CapturedSteps(graphs, self.devices, named) if graphs else None
         shared = shared_modules([[layer for _, layer in each] for each in layers.values()])
         places, balance = assignment.partitioning.devices, assignment.partitioning.balance
         self.stages = {

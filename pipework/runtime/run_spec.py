@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pipework.autograd.batch_versions import BatchVersions
     from pipework.runtime.caller_context import CallerContext
     from pipework.runtime.engine import Engine
-    from pipework.runtime.graphs.captured import Captured
+    from pipework.runtime.graphs.captured_step import CapturedStep
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import Key
     from pipework.runtime.stage.loss import InnerLoss
@@ -55,7 +55,7 @@ class StepSpec(NamedTuple):
     recorder: Recording | None = None
     number: int = 0
     scaler: torch.amp.GradScaler | None = None
-    captured: Captured | None = None
+    captured: CapturedStep | None = None
     one_thread: bool = False
 
 

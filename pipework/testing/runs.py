@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from pipework.model.marks import Piece
     from pipework.pipe import Pipe
-    from pipework.runtime.graphs.captures import Captures
+    from pipework.runtime.graphs.captured_steps import CapturedSteps
 
 # By kind ("outputs", "loss", ...), what a run gave: tensors on the CPU and plain values, by name.
 Values: TypeAlias = dict[str, dict[str, Any]]
@@ -97,7 +97,7 @@ class Runs:
         without_dropout: whether the next runs leave dropout out.
         has_whole: whether there is a whole batch, whose outputs or loss can be compared.
         has_target: whether the loss is inside.
-        captures: the captured steps that `of_replays` uses; None: the pipe has no graphs.
+        captured_steps: those that `of_replays` uses; None: the pipe has no graphs.
     """
 
     def __init__(self, pipe: Pipe, inputs: tuple[Any, ...], keywords: dict[str, Any], target: Any) -> None:
@@ -107,8 +107,8 @@ class Runs:
         # The workers of a process are connected with those of the others, and captured steps belong to theirs.
         if not pipe._backend.is_whole or (has_graphs and pipe._executor._engine is not None):
             executor._engine, executor.deferred = pipe._executor.engine_in_use(), pipe._executor.deferred
-        captures = executor.engine_in_use().captures if has_graphs else None
-        self.captures = None if captures is None else captures.fork()
+        steps = executor.engine_in_use().captured_steps if has_graphs else None
+        self.captured_steps = None if steps is None else steps.fork()
         executor.doubts = Doubts(warns=False)
         executor.layout = copy.deepcopy(executor.layout)
         if self.attached is not None and self.attached.target is not None and target is not None:
@@ -139,25 +139,25 @@ class Runs:
         """Inside, an executor of its own stands in the pipe, and runs without graphs; afterwards all is as it was."""
         before, self.pipe._executor = self.pipe._executor, self.executor
         try:
-            with self._captures_are(None):
+            with self._replayed_by(None):
                 yield
         finally:
             self.pipe._executor = before
-            if self.captures is not None:
-                self.captures.drop()
+            if self.captured_steps is not None:
+                self.captured_steps.drop()
 
     @contextlib.contextmanager
-    def _captures_are(self, captures: Captures | None) -> Iterator[None]:
+    def _replayed_by(self, steps: CapturedSteps | None) -> Iterator[None]:
         """A context in which training steps of the pipe are captured and replayed by these; None: by nothing."""
-        if self.captures is None:
+        if self.captured_steps is None:
             yield
             return
         engine = self.executor.engine_in_use()
-        before, engine.captures = engine.captures, captures
+        before, engine.captured_steps = engine.captured_steps, steps
         try:
             yield
         finally:
-            engine.captures = before
+            engine.captured_steps = before
 
     def traced(self, run: Callable[[], Values]) -> LayerTrace:
         """What the layers give in a run."""
@@ -196,19 +196,19 @@ class Runs:
         Returns:
             As of `of_pipe`; nothing if no process has replayed anything. And why one has not; empty: all have.
         """
-        captures = self.captures
-        if captures is None:
+        steps = self.captured_steps
+        if steps is None:
             return {}, ""
         if not (self.grad and self.has_target):
             return {}, "graphs are of training steps with a target, and this is none"
-        with self._captures_are(captures):
+        with self._replayed_by(steps):
             # A step that returns outputs, too, is of another form.
             for number in range(FIRST + 3):
                 values = self.of_pipe(keeps_output=number > 0)
-                told = self.of_all([captures.count.replayed, "" if captures.is_on else captures.count.why])
+                told = self.of_all([steps.count.replayed, "" if steps.is_on else steps.count.why])
                 if all(replayed or off for replayed, off in told):
                     break
-        why = next((off or captures.count.why for replayed, off in told if not replayed), "")
+        why = next((off or steps.count.why for replayed, off in told if not replayed), "")
         if not any(replayed for replayed, _ in told):
             return {}, why
         return {kind: own for kind, own in values.items() if number or kind != "outputs"}, why

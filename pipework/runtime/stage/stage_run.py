@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pipework.autograd.aliases import Aliases, SharedMemory
 from pipework.autograd.weight_split.store import WeightGradientStore
-from pipework.runtime.graphs.capture import CapturingEndpoint
+from pipework.runtime.graphs.step_capture import CapturingEndpoint
 from pipework.runtime.random.streams import function_may_draw, may_draw
 from pipework.runtime.skips.connections import SkipPorts
 from pipework.runtime.stage import observers
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pipework.autograd.tied_gradients import TiedGradients
-    from pipework.runtime.graphs.capture import Capture
+    from pipework.runtime.graphs.step_capture import StepCapture
     from pipework.runtime.program import Program
     from pipework.runtime.random.streams import RandomStream
     from pipework.runtime.random.unseen_draws import Hold
@@ -99,7 +99,7 @@ class StageRun:
         self.ports = SkipPorts(stage.index, stage.skips) if stage.skips else None
         self.meter: MemoryMeter | None = None
         self.tied: TiedGradients | None = None
-        self.capture: Capture | None = None
+        self.capture: StepCapture | None = None
         self.kept = Kept(stage.shares_output, loss is not None)
         own_leaves = spec.own_leaves if is_first else frozenset[int]()
         batch = spec.versions if is_first and spec.loss is None else None

@@ -8,8 +8,8 @@ import torch
 
 from pipework import torch_private
 from pipework.model.batchnorm import DeferredBatchNorms
-from pipework.runtime.graphs import captures, device_graphs
-from pipework.runtime.graphs.captured import Captured
+from pipework.runtime.graphs import captured_steps, device_graphs
+from pipework.runtime.graphs.captured_step import CapturedStep
 from pipework.runtime.graphs.device_graphs import CudaGraph, CudaGraphs, CudaState
 
 CARD = torch.device("cuda", 0)
@@ -170,10 +170,10 @@ def test_after_a_capture_that_has_failed_all_is_as_before(cuda: Cuda, refused: s
 
 def test_the_device_has_replayed_what_is_dropped(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cuda.calls.append(f"wait for {device}"))
-    monkeypatch.setattr(captures, "can_capture", lambda device: True)
-    steps = captures.Captures(frozenset({"on"}), {}, [])
+    monkeypatch.setattr(captured_steps, "can_capture", lambda device: True)
+    steps = captured_steps.CapturedSteps(frozenset({"on"}), {}, [])
     found = steps._found(())
-    found.captured = Captured({0: CudaGraphs(CARD)}, DeferredBatchNorms(torch.nn.Identity()), goes_on=False)
+    found.captured = CapturedStep({0: CudaGraphs(CARD)}, DeferredBatchNorms(torch.nn.Identity()), goes_on=False)
     steps.drop()
     assert cuda.calls == ["wait for cuda:0"]
     assert found.captured is None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from pipework.fsdp_private import fsdp_modules
-from pipework.runtime.graphs.captured import Captured
+from pipework.runtime.graphs.captured_step import CapturedStep
 from pipework.runtime.graphs.device_graphs import can_capture, graphs_on
 from pipework.runtime.graphs.fingerprint import Fingerprint
 from pipework.runtime.random.streams import has_random_state
@@ -74,11 +74,11 @@ class _Form:
     def __init__(self, form: tuple[Any, ...]) -> None:
         self.form = form
         self.seen = 0
-        self.captured: Captured | None = None
+        self.captured: CapturedStep | None = None
         self.is_used = self.is_rare = False
 
 
-class Captures:
+class CapturedSteps:
     """The captured steps of one engine.
 
     Args:
@@ -124,7 +124,7 @@ class Captures:
         """Whether steps are captured."""
         return not self._off
 
-    def fork(self) -> Captures:
+    def fork(self) -> CapturedSteps:
         """The same captured steps. What the fork captures or drops is its own matter; it ends with `drop`."""
         fork = copy.copy(self)
         fork.count, fork._graphs, fork._inputs = GraphCount(), {}, self._inputs.copy()
@@ -189,7 +189,7 @@ class Captures:
         targets: Sequence[Message],
         deferred: DeferredBatchNorms,
         why: str,
-    ) -> Captured | None:
+    ) -> CapturedStep | None:
         """The captured step for a training step; a new one is still to be captured; None: it runs without graphs.
 
         Args:
@@ -218,7 +218,7 @@ class Captures:
             self.count = self.count._replace(eager=self.count.eager + 1, why=why or self._off)
         return captured
 
-    def settle(self, captured: Captured) -> list[str]:
+    def settle(self, captured: CapturedStep) -> list[str]:
         """After a step. Returns a warning if steps run without graphs from now on.
 
         Raises:
@@ -270,14 +270,14 @@ class Captures:
         for form in self._forms:
             form.seen = min(form.seen, FIRST - 1)
 
-    def _usable(self, found: _Form) -> Captured | None:
+    def _usable(self, found: _Form) -> CapturedStep | None:
         """The captured step of a form, if it was captured."""
         if found.captured is None or not found.captured.replayed:
             return None
         found.is_used, self._changes = True, 0
         return found.captured
 
-    def _new(self, found: _Form, deferred: DeferredBatchNorms) -> Captured | None:
+    def _new(self, found: _Form, deferred: DeferredBatchNorms) -> CapturedStep | None:
         """A step of this form that is to be captured; None: the layers do not allow it."""
         hooked = "" if self._fingerprint is None else self._fingerprint.hooked
         if hooked and "hooks" not in self._how:
@@ -301,7 +301,7 @@ class Captures:
             # Activations of earlier steps are gone, but the allocator keeps their memory, and gives it to no pool once
             # a capture has begun.
             torch.accelerator.empty_cache()
-        found.captured = Captured(self._graphs, deferred, goes_on="auto" in self._how)
+        found.captured = CapturedStep(self._graphs, deferred, goes_on="auto" in self._how)
         found.is_used = False
         return found.captured
 

@@ -60,7 +60,7 @@ class _Open(NamedTuple):
     drawn: tuple[Any, ...]
 
 
-class Capture:
+class StepCapture:
     """Captures the actions of one run, which one thread executes.
 
     Args:
@@ -264,7 +264,7 @@ class CapturedStream(RandomStream):
 
     __slots__ = ("_capture",)
 
-    def __init__(self, capture: Capture, key: Key) -> None:
+    def __init__(self, capture: StepCapture, key: Key) -> None:
         super().__init__(key)
         self._capture = capture
         self.moves_generators = False  # the state in use is that of the device's generator
@@ -312,7 +312,7 @@ class CapturingEndpoint:
         placement: the worker of each stage.
     """
 
-    def __init__(self, endpoint: Endpoint, capture: Capture, stage: int, placement: tuple[int, ...]) -> None:
+    def __init__(self, endpoint: Endpoint, capture: StepCapture, stage: int, placement: tuple[int, ...]) -> None:
         self._endpoint = endpoint
         self._capture = capture
         self._own = {number for number, worker in enumerate(placement) if worker == placement[stage]}

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipework.runtime.graphs.capture import Capture
 from pipework.runtime.graphs.script import Ports, Receiving, Sending
+from pipework.runtime.graphs.step_capture import StepCapture
 from pipework.runtime.stage.actions import HANDLERS
 from pipework.runtime.stage.stage_run import StageRun
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipework.schedule import Action
 
 
-class Captured:
+class CapturedStep:
     """A captured step; at first the step that is being captured.
 
     Args:
@@ -55,7 +55,7 @@ class Captured:
         self._graphs = graphs
         self._deferred = deferred
         self._goes_on = goes_on
-        self.capture: Capture | None = None
+        self.capture: StepCapture | None = None
         self.replayed: dict[int, StageRun] = {}
         self.given_up = ""
         self.is_new = False
@@ -64,9 +64,9 @@ class Captured:
         self._weights: Tensor | None = None
         self._scale: Tensor | None = None
 
-    def begin(self, key: Key) -> Capture:
+    def begin(self, key: Key) -> StepCapture:
         """The step is captured from now on."""
-        self.capture = Capture(self._graphs, key, self._deferred, goes_on=self._goes_on)
+        self.capture = StepCapture(self._graphs, key, self._deferred, goes_on=self._goes_on)
         return self.capture
 
     def end(self, runs: Mapping[int, StageRun]) -> None:
@@ -139,7 +139,7 @@ class ReplayedStage(StageRun):
         capture: of the step.
     """
 
-    def __init__(self, run: StageRun, capture: Capture) -> None:
+    def __init__(self, run: StageRun, capture: StepCapture) -> None:
         self.__dict__.update(run.__dict__, draws=False, meter=None, capture=None)
         self._scripts = {key: script for key, script in capture.scripts.items() if key[1] == run.stage.index}
         self._sizes = capture.sizes
