@@ -619,6 +619,9 @@ def norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
 multiply_each: Callable[[list[Tensor], Tensor], None] = _private("torch._foreach_mul_")
 """Multiplies tensors of one device by a 0-dimensional one, in place; few kernels for all."""
 
+copy_each: Callable[[list[Tensor], list[Tensor]], None] = _private("torch._foreach_copy_")
+"""Copies the values of the second tensors into the first ones; few kernels for all, of which there must be one."""
+
 
 _clip_grad: Final[Any] = nn.utils.clip_grad
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextvars
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pipework import torch_private
 from pipework.autograd.tied_gradients import tied_gradients
 from pipework.runtime.random import kernels
@@ -191,4 +193,9 @@ class Step:
 
 
 def _copies(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if each is None else each.clone() for each in gradients]
+    there = [each for each in gradients if each is not None]
+    copies = [torch.empty_like(each) for each in there]
+    if there:
+        torch_private.copy_each(copies, there)
+    left = iter(copies)
+    return [None if each is None else next(left) for each in gradients]
