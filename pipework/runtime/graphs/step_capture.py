@@ -25,7 +25,7 @@ from pipework.runtime.graphs.static_tensor import StaticTensor
 from pipework.runtime.random.streams import RandomStream, mix
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -94,6 +94,7 @@ class StepCapture:
         self._open: _Open | None = None
         # Of the present part of an action. If the part begins once more, its messages have been received and sent.
         self._worker = -1
+        self._stage: Stage | None = None
         self._script: Script = []
         self._received: list[Message] = []
         self._reads = self._sends = self._sent = 0
@@ -110,7 +111,7 @@ class StepCapture:
         index = run.stage.index
 
         def captured(action: Action) -> None:
-            self._worker = worker
+            self._worker, self._stage = worker, run.stage
             self._script = self.scripts.setdefault((action.kind, index, action.micro_batch), [])
             self._received, self._sent = [], 0
             moments = self._deferred.collected()
@@ -126,7 +127,7 @@ class StepCapture:
                     if not self._abort(error):
                         raise
                     # A backward cannot begin once more: its graph is consumed.
-                    if action.kind != "F" or not self._may_begin_again(error, run.stage):
+                    if action.kind != "F" or not (self._adds_states(error) or self._gives_up(error)):
                         if isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError):
                             add_note(error, CANNOT)
                         raise
@@ -183,13 +184,11 @@ class StepCapture:
         self._reads += 1
         if self._reads > len(self._received):
             message = self.within.pop((*name, micro_batch), None)
-            is_within = message is not None
-            tensors, structure = message = message or receive(micro_batch)
-            if not is_within and not self.given_up:
-                graphs = self._graphs[self._worker]
-                pairs = [(None, None) if each is None else StaticTensor.filled(each, graphs) for each in tensors]
-                message = tuple([leaf for leaf, _ in pairs]), structure
-                self._script.append(Receiving(name, tuple([static for _, static in pairs]), structure))
+            if message is None:
+                tensors, structure = message = receive(micro_batch)
+                if (pairs := self._static(StaticTensor.filled, tensors)) is not None:
+                    message = tuple([pair and pair[0] for pair in pairs]), structure
+                    self._script.append(Receiving(name, tuple([pair and pair[1] for pair in pairs]), structure))
             self._received.append(message)
         return self._received[self._reads - 1]
 
@@ -200,13 +199,22 @@ class StepCapture:
         if self._sends <= self._sent:
             return
         self._sent += 1
-        if not self.given_up:
-            tensors, structure = message
-            graphs = self._graphs[self._worker]
-            statics = [None if each is None else StaticTensor(each, graphs) for each in tensors]
+        tensors, structure = message
+        if (statics := self._static(StaticTensor, tensors)) is not None:
             self._script.append(Sending(name, tuple(statics), structure))
             message = tuple([None if each is None else each.copied() for each in statics]), structure
         send(micro_batch, message)
+
+    def _static(self, make: Callable[[Tensor, Graphs], Any], tensors: Sequence[Tensor | None]) -> list[Any] | None:
+        """What is made of each tensor of a message; None: the run goes on without graphs."""
+        graphs = self._graphs[self._worker]
+        try:
+            return None if self.given_up else [None if each is None else make(each, graphs) for each in tensors]
+        except TypeError as error:
+            if self._gives_up(error):
+                return None
+            add_note(error, "what workers exchange is copied for graphs: change that, or leave graphs= out")
+            raise
 
     def note_sizes(self, meter: MemoryMeter, action: Action) -> None:
         """After an action: what a recording shows of it."""
@@ -223,15 +231,21 @@ class StepCapture:
         torch.clear_autocast_cache()  # of casts that were captured, and have no values
         return True
 
-    def _may_begin_again(self, error: BaseException, stage: Stage) -> bool:
-        """Whether a forward may begin once more: with more states, or without a graph."""
+    def _adds_states(self, error: BaseException) -> bool:
+        """Whether an action has lacked states, of which there are more now."""
+        if not isinstance(error, _MoreStates):
+            return False
+        assert self._stage is not None
         states = self._states[self._worker]
-        if isinstance(error, _MoreStates):
-            states += [self._graphs[self._worker].state() for _ in range(len(states) + len(stage.layers) + 1)]
-            return True
+        states += [self._graphs[self._worker].state() for _ in range(len(states) + len(self._stage.layers) + 1)]
+        return True
+
+    def _gives_up(self, error: BaseException) -> bool:
+        """Whether the run goes on without graphs."""
+        assert self._stage is not None
         # Kernels that no wrapper sees would draw from the generator as it is.
-        unseen = stage.device.unseen_draws is not None and stage.device.unseen_draws.found
-        if not self._goes_on or unseen or not isinstance(error, Exception):
+        unseen = self._stage.device.unseen_draws
+        if not self._goes_on or (unseen is not None and unseen.found) or not isinstance(error, Exception):
             return False
         # Not the error itself, whose traceback holds activations.
         self.given_up = f"{error} ({'; '.join(getattr(error, '__notes__', ()))})"
@@ -241,7 +255,8 @@ class StepCapture:
 
 CANNOT: Final = (
     "this action cannot be captured as a graph: its layers wait for the device, look at values, or allocate by them "
-    "(see docs/gpus.md). Change that, leave graphs= out, or go on without graphs in such a case: graphs='auto'"
+    "(see docs/gpus.md). Change that, or leave graphs= out; with graphs='auto' the pipe goes on without graphs after a "
+    "forward, and a backward cannot begin once more"
 )
 
 

@@ -97,6 +97,35 @@ def test_auto_goes_on_in_the_same_step() -> None:
     assert (auto.graphs.captured, auto.graphs.replayed) == (0, 0)
 
 
+class Marked(Tensor):
+    """A tensor of which graphs make no copies."""
+
+
+class Marks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.as_subclass(Marked)
+
+
+@pytest.mark.parametrize("mark", [(), (Marks(),)], ids=["input", "message"])
+def test_what_graphs_cannot_copy_ends_the_capture(mark: tuple[nn.Module, ...]) -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), *mark, nn.Linear(6, 6))
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 6), torch.randn(6, 6)
+    given = x if mark else x.as_subclass(Marked)
+    plain, refusing = pair(layers, balance=[1 + len(mark), 1])
+    _, auto = pair(layers, "auto", balance=[1 + len(mark), 1])
+    for _ in range(4):
+        for pipe in (plain, refusing, auto):
+            pipe(given, target=y).backward()
+    with pytest.raises(TypeError, match="Marked") as caught:
+        refusing(given, target=y)
+    assert "leave graphs= out" in " ".join(caught.value.__notes__)
+    plain(given, target=y).backward()
+    with pytest.warns(UserWarning, match="the pipe goes on without graphs: .*Marked"):
+        auto(given, target=y).backward()
+    equal([plain, auto])
+
+
 class Counted(nn.Module):
     """A deferred batch norm, and then what a capture may refuse."""
 
