@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 # Short names of costs.
 _SHORT: Final[Mapping[str, str]] = MappingProxyType(
-    {kind: KINDS[kind].cost for kind in KINDS.letters(scope="micro-batch")} | {"c": "transfer", "A": "activation"}
+    {row.letter: row.cost for row in KINDS.values() if row.scope in ("micro-batch", "copy")}
+    | {"c": "transfer", "A": "activation"}
 )
 
 FILES: Final = ".csv, .json"

@@ -143,9 +143,12 @@ class Program:
 
     @cached_property
     def _launched(self) -> list[Action]:
-        # By default each action takes some time, so that none starts together with one whose value it needs.
-        intervals = sorted(simulate(self.schedule).timeline.intervals, key=lambda each: (each.start, each.worker))
-        return [each.action for each in intervals]
+        # By default each computation takes some time, so that none starts together with one whose value it needs.
+        # Copies to and from the host take none, and stay at their places in the order of their worker.
+        executed, ended = simulate(self.schedule).execution
+        starts = zip(executed.orders, ended.starts, strict=True)
+        rows = ((start, worker, n) for worker, (_, row) in enumerate(starts) for n, start in enumerate(row))
+        return [executed.orders[worker][n] for _, worker, n in sorted(rows)]
 
     @cached_property
     def loss_may_be_outside(self) -> bool:

@@ -17,9 +17,10 @@ class Action(NamedTuple):
 
     Attributes:
         kind: ``"F"`` forward, ``"B"`` full backward, ``"I"`` input-gradient half of a backward, ``"W"``
-            weight-gradient half, ``"R"`` recompute the forward of a checkpointed micro-batch. A lowered
-            schedule also has ``"SEND_F"``, ``"RECV_F"`` (values), ``"SEND_B"``, ``"RECV_B"`` (gradients) and
-            ``"REDUCE_GRAD"``; one for sharded weights has ``"UNSHARD"`` and ``"RESHARD"``.
+            weight-gradient half, ``"R"`` recompute the forward of a checkpointed micro-batch, ``"O"`` and ``"L"`` copy
+            what a micro-batch holds to the memory of the host and back. A lowered schedule also has ``"SEND_F"``,
+            ``"RECV_F"`` (values), ``"SEND_B"``, ``"RECV_B"`` (gradients) and ``"REDUCE_GRAD"``; one for sharded
+            weights has ``"UNSHARD"`` and ``"RESHARD"``.
         stage: number of the stage, from 0.
         micro_batch: number of the micro-batch, from 0; -1 if the action is for all of them.
         peer: the stage at the other end of a transfer; -1 if the action is no transfer.

@@ -43,11 +43,15 @@ class Costs:
         transfer: time for a value, or its gradient, to cross a boundary between two workers; a sequence has one number
             for each boundary, one fewer than stages. Between stages of one worker there is no transfer.
         skip_transfer: the same for a skip connection; a sequence has a number for each skip of the schedule.
+        offload: time of ``O``, which copies what a micro-batch holds on a stage to the memory of the host. If the
+            micro-batch is checkpointed, it takes the share ``checkpoint_activation / activation`` of that.
+        reload: the same of ``L``, which copies it back.
         activation: memory that a micro-batch holds on a stage from the start of ``F`` (if checkpointed, of ``R``) to
             the end of ``B`` (or ``W``); if checkpointed, also during ``F``, which is computed with its graph.
         checkpoint_activation: memory that a checkpointed micro-batch holds from the end of ``F`` to the start of
             ``R``.
         waiting: memory that a micro-batch holds from the end of ``I`` to the end of ``W``; None: ``activation``.
+        offloaded: memory of a micro-batch that stays on the device from ``O`` to ``L``.
         message: memory of a micro-batch's value that crosses a boundary; a sequence has a number for each boundary. It
             is for information only: the time of a transfer is ``transfer``.
 
@@ -73,9 +77,12 @@ class Costs:
     weights: Cost = 0.0
     transfer: Cost = 0.0
     skip_transfer: Cost = 0.0
+    offload: Cost = 0.0
+    reload: Cost = 0.0
     activation: Cost = 1.0
     checkpoint_activation: Cost = 0.0
     waiting: Cost | None = None
+    offloaded: Cost = 0.0
     message: Cost = 0.0
 
     def __post_init__(self) -> None:

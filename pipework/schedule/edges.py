@@ -8,13 +8,13 @@
     stage 1      F ----------> (R) --> B                  through R if the micro-batch is checkpointed
 
 In a split backward, ``I`` takes the place of ``B``, and ``W`` depends on its ``I``. A skip connection from stage s to
-stage t is an edge from the F of s to the F of t, and one from the B of t to the B of s. The edges of each kind are in
-the table of kinds.
+stage t is an edge from the F of s to the F of t, and one from the B of t to the B of s. What leaves the device goes
+from F through ``O`` and ``L`` to R, or to B. The edges of each kind are in the table of kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pipework.schedule.action import Action
@@ -105,3 +105,37 @@ def maker(product: Action, order: Container[Action], table: Kinds) -> Action:
     """
     makers = (product._replace(kind=kind) for kind in table.makers.get(product.kind, ()))
     return next((each for each in makers if each in order), product)
+
+
+def awaited(order: Sequence[Action], table: Kinds) -> Mapping[int, int]:
+    """Where a worker waits until an ``O`` has ended, so that the memory of its micro-batch is freed.
+
+    That is at its next ``O``, or at its next ``L`` if a computation is between or that is its own. So one ``O`` at a
+    time is under way, a computation hides it, and where memory is freed does not depend on times::
+
+        F3 O3 B0 L1 F4 O4      O3 is awaited at L1: B0 hides it
+        F3 O3 L1 B0 F4 O4      O3 is awaited at O4: B0 and F4 hide it
+
+    Returns:
+        The position of each such ``O`` or ``L`` in the worker's order, to that of the ``O`` that is awaited.
+
+    Example:
+        >>> from pipework.schedule.kinds import KINDS
+        >>> dict(awaited([Action.parse(text) for text in "0F3 0O3 0B0 0L1 0F4 0O4".split()], KINDS))
+        {3: 1}
+    """
+    scopes = {kind: row.scope for kind, row in table.items()}
+    leaving = set(table.letters(scope="copy", phase="forward"))
+    found: dict[int, int] = {}
+    under_way, computed = -1, False
+    for position, action in enumerate(order):
+        kind = action[0]
+        if scopes[kind] == "micro-batch":
+            computed = True
+        elif scopes[kind] == "copy":
+            leaves = kind in leaving
+            if under_way >= 0 and (leaves or computed or order[under_way][1:3] == action[1:3]):
+                found[position], under_way = under_way, -1
+            if leaves:
+                under_way, computed = position, False
+    return found

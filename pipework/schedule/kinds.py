@@ -18,7 +18,8 @@ class ActionKind(NamedTuple):
     Attributes:
         letter: the kind in an action, and in its text.
         name: for pictures and traces.
-        scope: what an action is for: one micro-batch; a transfer of one; or a whole stage, and no micro-batch.
+        scope: what an action is for: one micro-batch; a copy of what one holds, to the host or back; a transfer of one;
+            or a whole stage, and no micro-batch.
         phase: ``"forward"``: before a loss outside of the pipe; ``"backward"``: after it, and never in a schedule for
             inference.
         needs: the products of its own stage and micro-batch for which it waits.
@@ -45,7 +46,7 @@ class ActionKind(NamedTuple):
 
     letter: str
     name: str
-    scope: Literal["micro-batch", "transfer", "stage"] = "micro-batch"
+    scope: Literal["micro-batch", "copy", "transfer", "stage"] = "micro-batch"
     phase: Literal["forward", "backward", "either"] = "backward"
     needs: tuple[str, ...] = ()
     arrives: str = ""
@@ -73,10 +74,10 @@ class Kinds(Mapping[str, ActionKind]):
         ValueError: two kinds have the same letter, or a kind waits for a product that no kind gives.
 
     Example:
-        >>> own = Kinds(*KINDS.values(), ActionKind("O", "offload", needs=("F",), holds="checkpoint_activation"))
+        >>> own = Kinds(*KINDS.values(), ActionKind("P", "compress", needs=("F",), holds="checkpoint_activation"))
         >>> from pipework.schedule import Action
-        >>> Action.parse("2O3", own)
-        Action(kind='O', stage=2, micro_batch=3)
+        >>> Action.parse("2P3", own)
+        Action(kind='P', stage=2, micro_batch=3)
     """
 
     def __init__(self, *rows: ActionKind) -> None:
@@ -148,6 +149,15 @@ KINDS: Final = Kinds(
         "R", "recompute", needs=("F",), gives="R", before=("B", "I"), reads=True, cost="recompute",
         holds="activation", leaves="checkpoint_activation", color="#a3b1c4",
     ),
+    # What a micro-batch holds goes to the memory of the host, and comes back. The worker goes on meanwhile.
+    ActionKind(
+        "O", "offload", "copy", "forward", needs=("F",), gives="O", partner="L", cost="offload", beside=True,
+        holds="offloaded", color="#d9a5b3",
+    ),
+    ActionKind(
+        "L", "load", "copy", needs=("O",), gives="L", before=("B", "I", "R"), partner="O", cost="reload", beside=True,
+        holds="activation", color="#e8c07d",
+    ),
     # Of values and gradients between workers; the names and meanings from here on are those of PyTorch.
     ActionKind("SEND_F", "send", "transfer", "forward", needs=("F",), peer=1, cost="transfer", beside=True),
     ActionKind("RECV_F", "receive", "transfer", "forward", peer=-1, cost="transfer", beside=True),
@@ -158,4 +168,4 @@ KINDS: Final = Kinds(
     ActionKind("UNSHARD", "gather", "stage", "either", cost="unshard", holds="weights"),
     ActionKind("RESHARD", "free", "stage", "either", holds=""),
 )  # fmt: skip
-"""``F`` forward, ``B`` full backward, ``I`` and ``W`` its halves, ``R`` recompute, and those of lowered schedules."""
+"""``F`` forward, ``B`` backward, its halves ``I`` and ``W``, ``R`` recompute, ``O`` offload, ``L`` load, and others."""

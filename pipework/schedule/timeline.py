@@ -50,8 +50,8 @@ class Timeline:
         memory_unit: ``""`` for units of cost, ``"bytes"`` for bytes, or a plural noun such as ``"micro-batches"``.
         title: for pictures.
         communication: the intervals of communication, if known: one for each ``SEND`` on the sending worker, for each
-            ``RECV`` on the receiving worker, and for each ``REDUCE_GRAD`` and ``UNSHARD``. They overlap with the
-            computation and with each other.
+            ``RECV`` on the receiving worker, and for each ``REDUCE_GRAD``, ``UNSHARD``, ``O`` and ``L``. They overlap
+            with the computation and with each other.
         table: the kinds of actions that there are.
 
     Raises:

@@ -30,7 +30,10 @@ class _Step:
 
     def timeline(self, title: str = "") -> Timeline:
         table = self.schedule.table
-        line = Timeline(tuple(self.intervals), self.schedule.workers, "s", "bytes", title, table=table)
+        copies = table.letters(scope="copy")
+        rows = ([each for each in self.intervals if (each.action.kind in copies) == beside] for beside in (False, True))
+        computing, copying = map(tuple, rows)
+        line = Timeline(computing, self.schedule.workers, "s", "bytes", title, copying, table)
         return line.normalised()
 
 

@@ -1,6 +1,6 @@
 """A timeline as a trace, in the JSON format of Perfetto and chrome://tracing.
 
-Each worker is a process with a track "compute" and, if communication is known, "send", "receive" and "reduce". Arrows
+Each worker is a process with a track "compute" and, if communication is known, "send", "receive", "offload" etc. Arrows
 show the values and gradients that go from stage to stage, and a counter shows memory.
 """
 
@@ -114,7 +114,8 @@ class Track(NamedTuple):
     Attributes:
         worker: number of the worker.
         number: of the row; 0 is the computation.
-        name: ``"compute"``, ``"send"``, ``"receive"``, ``"reduce"`` or ``"gather"``; a second row is ``"send 2"``.
+        name: ``"compute"``, ``"send"``, ``"receive"``, ``"offload"``, ``"load"``, ``"reduce"`` or ``"gather"``; a
+            second row is ``"send 2"``.
         intervals: in order of time.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipework.schedule.action import Action
-from pipework.schedule.analysis.events import Run
+from pipework.schedule.analysis.events import Run, previous_computation
 from pipework.schedule.edges import counterpart, maker
 from pipework.schedule.schedule import Schedule
 
@@ -58,5 +58,5 @@ def _place(schedule: Schedule, made: Action) -> tuple[int, int]:
 
 
 def _computation_before(schedule: Schedule, worker: int, position: int) -> tuple[int, int] | None:
-    order = schedule.orders[worker]
-    return next(((worker, n) for n in range(position - 1, -1, -1) if order[n].computes), None)
+    before = previous_computation(schedule, worker, position)
+    return None if before is None else (worker, before)

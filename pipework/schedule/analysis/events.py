@@ -11,6 +11,7 @@ causes are found again when they are asked for.
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -20,7 +21,7 @@ from typing import Final, NamedTuple
 from pipework.schedule.action import Action
 from pipework.schedule.analysis.channels import Channel, Message, WorkerRoute, channels
 from pipework.schedule.costs import StageCosts
-from pipework.schedule.edges import counterpart, crossings, routes
+from pipework.schedule.edges import awaited, counterpart, crossings, recomputed, routes
 from pipework.schedule.kinds import ActionKind
 from pipework.schedule.schedule import Schedule
 
@@ -82,9 +83,10 @@ class Table:
         self.schedule, self.costs = schedule, costs
         count, stages = schedule.micro_batches, range(schedule.stages)
         rows = schedule.table
+        of_all = (row for row in rows.values() if row.gives and not row.before)
         self._made = {
             (name, stage): Product(Action(name, stage), count, _NOT_YET)
-            for name in {row.gives for row in rows.values() if row.gives and not row.before}
+            for name in {row.gives for row in of_all if row.always or row.letter in schedule.kinds}
             for stage in stages
         }
         self._optional = [row for row in rows.values() if row.before and row.letter in schedule.kinds]
@@ -95,10 +97,14 @@ class Table:
         self.arrivals: list[Product] = []
         self.transfers: dict[tuple[str, int, int], tuple[WorkerRoute, bool]] = {}
         arriving = self._arriving()
+        # Copies run beside the computation. Those of inputs that a micro-batch is recomputed from are smaller.
+        self.copies = tuple(kind for kind in rows.letters(scope="copy") if kind in schedule.kinds)
+        self.awaited = [awaited(order, rows) if self.copies else {} for order in schedule.orders]
+        self.inputs = recomputed(schedule) if self.copies else frozenset()
         # Transfers, and actions on whole stages, have no steps here.
         self.steps: dict[str, list[Computation] | None] = {
             kind: [self._step(rows[kind], stage, arriving) for stage in stages]
-            if rows[kind].scope == "micro-batch"
+            if rows[kind].scope in ("micro-batch", "copy")
             else None
             for kind in schedule.kinds
         }
@@ -106,6 +112,11 @@ class Table:
     def time(self, row: ActionKind, stage: int) -> float:
         """The time of an action."""
         return self.costs[row.cost][stage] if row.cost else 0.0
+
+    def share_of_inputs(self, stage: int) -> float:
+        """The part of the memory of a micro-batch that it has if it is recomputed."""
+        whole = self.costs["activation"][stage]
+        return self.costs["checkpoint_activation"][stage] / whole if whole else 1.0
 
     def products(self) -> list[Product]:
         """All products."""
@@ -184,22 +195,21 @@ class Run:
 
         Returns:
             None if that is the computation before the action in the order of its worker. Otherwise the name of a
-            product (``1B0`` also for the product of ``1I0``), a ``RECV``, or a reduction. A transfer waits for one of
-            its two sides, the ``SEND`` or the ``RECV``, which is posted after the computation before it; or for the
-            ``SEND`` of the transfer before it.
+            product (``1B0`` also for the product of ``1I0``), a ``RECV``, a reduction, or a copy to or from the host. A
+            transfer waits for one of its two sides, the ``SEND`` or the ``RECV``, which is posted after the computation
+            before it; or for the ``SEND`` of the transfer before it.
         """
         kind, stage, micro_batch, peer = action
         if peer >= 0:
             return self._cause_of_transfer(action)
         step = self._table.steps[kind]
-        order = self._table.schedule.orders[worker]
-        if step is None:
-            begin = self.starts[worker][position]
+        order, begin = self._table.schedule.orders[worker], self.starts[worker][position]
+        if step is None or kind in self._table.copies:
             earlier = (n for n in range(position - 1, -1, -1) if order[n].kind == kind)
-            return next((order[n] for n in earlier if self.ends[worker][n] == begin > 0), None)
-        before = next((n for n in range(position - 1, -1, -1) if order[n].computes), None)
-        start = 0.0 if before is None else self.ends[worker][before]
-        cause = None
+            before = next((order[n] for n in earlier if self.ends[worker][n] == begin > 0), None)
+            if step is None or before is not None:
+                return before
+        start, cause = self._reached(worker, position)
         for ends, delay, product in step[stage].sources:
             end = ends[micro_batch]
             if end + delay > start:
@@ -207,6 +217,16 @@ class Run:
         if cause is None:
             return None
         return self.last_forward if cause == LOSS else cause._replace(micro_batch=micro_batch)
+
+    def _reached(self, worker: int, position: int) -> tuple[float, Action | None]:
+        """When a worker comes to an action, and the copy for which it waited after the computation before."""
+        order, ends, waits = self._table.schedule.orders[worker], self.ends[worker], self._table.awaited[worker]
+        before = previous_computation(self._table.schedule, worker, position)
+        time, cause = (0.0, None) if before is None else (ends[before], None)
+        for n in range(0 if before is None else before + 1, position + 1):
+            if n in waits and ends[waits[n]] > time:
+                time, cause = ends[waits[n]], order[waits[n]]
+        return time, cause
 
     def _cause_of_transfer(self, action: Action) -> Action | None:
         kind, stage, micro_batch, peer = action
@@ -218,6 +238,12 @@ class Run:
             return action if cause == kind.startswith("SEND") else counterpart(action)
         number, before = cause
         return self._table.routes[number].send(before)
+
+
+def previous_computation(schedule: Schedule, worker: int, position: int) -> int | None:
+    """The position of the last computation before a position of a worker's order."""
+    order, table = schedule.orders[worker], schedule.table
+    return next((n for n in range(position - 1, -1, -1) if table[order[n][0]].scope == "micro-batch"), None)
 
 
 _NEVER: Final = (float("nan"), float("nan"), True)
@@ -252,7 +278,8 @@ class _Execution:
         self._unfinished = [iter(order) for order in schedule.orders]
         self._done = [0] * schedule.workers  # actions of each worker
         self._clocks = [0.0] * schedule.workers
-        self._free = [0.0] * schedule.workers  # when a worker's last reduction ends
+        # When the last action of a worker and a kind that runs beside the computation ends.
+        self._free: dict[tuple[int, str], float] = defaultdict(float)
         self._posted: dict[Message, list[tuple[int, int]]] = {}
         self._carried: dict[Message, tuple[float, float, bool | Message]] = {}
         self._awake = list(range(schedule.workers))[::-1]
@@ -280,7 +307,7 @@ class _Execution:
 
     def _run_all(self) -> None:
         """Runs workers, each up to an action whose data is missing."""
-        steps, awake = self._table.steps, self._awake
+        steps, awake, copies = self._table.steps, self._awake, self._table.copies
         clocks, done, unfinished = self._clocks, self._done, self._unfinished
         waited_for: list[tuple[Action, ...]] = [()] * len(clocks)
         before_loss = self._before_loss
@@ -308,12 +335,15 @@ class _Execution:
                     if arrival > start:
                         start = arrival
                 else:
-                    clock = start + duration
+                    if kind in copies:
+                        start, end, clock = self._copy(action, worker, position, clock, start)
+                    else:
+                        clock = end = start + duration
                     starts[position] = start
-                    ends[position] = clock
+                    ends[position] = end
                     position += 1
                     if makes is not None:
-                        makes.ends[micro_batch] = clock
+                        makes.ends[micro_batch] = end
                         if makes.waiting and micro_batch in makes.waiting:
                             awake += makes.waiting.pop(micro_batch)
                     if kind in before_loss:
@@ -335,6 +365,21 @@ class _Execution:
             for micro_batch in range(len(loss.ends)):
                 self._wake(loss, micro_batch)
 
+    def _copy(
+        self, action: Action, worker: int, position: int, clock: float, start: float
+    ) -> tuple[float, float, float]:
+        """Runs a copy, of which each worker has a channel each way; returns its times, and when the worker goes on."""
+        kind, stage, micro_batch, _ = action
+        earlier = self._table.awaited[worker].get(position)
+        if earlier is not None:
+            clock = max(clock, self._ends[worker][earlier])
+        time = self._table.time(self._schedule.table[kind], stage)
+        if (stage, micro_batch) in self._table.inputs:
+            time *= self._table.share_of_inputs(stage)
+        start = max(start, clock, self._free[worker, kind])
+        self._free[worker, kind] = end = start + time
+        return start, end, clock
+
     def _communicate(self, action: Action, worker: int, position: int, clock: float) -> float:
         """Posts a transfer, or runs an action on a whole stage; returns when the worker goes on."""
         kind, stage, micro_batch, peer = action
@@ -353,8 +398,8 @@ class _Execution:
             ends[position] = clock + time
             return ends[position]
         # A worker runs its reductions one after the other, beside the computation.
-        starts[position] = max(clock, self._free[worker])
-        self._free[worker] = ends[position] = starts[position] + time
+        starts[position] = max(clock, self._free[worker, kind])
+        self._free[worker, kind] = ends[position] = starts[position] + time
         return clock
 
     def _arrive(self, message: Message, start: float, end: float, cause: bool | Message) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 
 from pipework.schedule.action import Action
 from pipework.schedule.costs import StageCosts
+from pipework.schedule.edges import awaited
 from pipework.schedule.kinds import ActionKind
 from pipework.schedule.schedule import Schedule
 
@@ -20,9 +21,9 @@ def stage_peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """The peak memory of each stage."""
     own: list[list[Action]] = [[] for _ in schedule.placement]
     for order in schedule.orders:
-        for action in order:
+        for action in _as_freed(schedule, order)[0]:
             own[action[1]].append(action)
-    return tuple(max(amounts(schedule, each, costs)[0], default=0.0) for each in own)
+    return tuple(max(_amounts(schedule, each, costs)[0], default=0.0) for each in own)
 
 
 def each_limit(memory_limit: float | Sequence[float] | None, workers: int) -> tuple[float, ...]:
@@ -65,7 +66,7 @@ def amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> t
 
     Args:
         schedule: a schedule that can be executed.
-        order: of one worker, or the actions of one stage in order.
+        order: of one worker.
         costs: the memory of each stage.
 
     Returns:
@@ -77,6 +78,36 @@ def amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> t
         >>> [list(each) for each in amounts(schedule, schedule.orders[0], Costs().spread(1))]
         [[1.0, 2.0, 2.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
     """
+    actions, added = _as_freed(schedule, order)
+    row, after_each = _amounts(schedule, actions, costs)
+    for position in reversed(added):
+        del row[position], after_each[position]
+    return row, after_each
+
+
+def _as_freed(schedule: Schedule, order: Sequence[Action]) -> tuple[Sequence[Action], Sequence[int]]:
+    """The actions of a worker in the order in which they take and free memory.
+
+    An ``O`` frees it where its worker waits for its end.
+
+    Returns:
+        The actions, and the positions of those that have been added: where an ``O`` was there is one without effect.
+    """
+    if schedule.kinds.isdisjoint(leaving := schedule.table.letters(scope="copy", phase="forward")):
+        return order, ()
+    waits = awaited(order, schedule.table)
+    actions: list[Action] = []
+    added: list[int] = []
+    for position, action in enumerate(order):
+        if position in waits:
+            added.append(len(actions))
+            actions.append(order[waits[position]])
+        actions.append(action._replace(kind="") if action[0] in leaving else action)
+    return actions, added
+
+
+def _amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> tuple[array[float], array[float]]:
+    """The same for actions that take and free memory in this order."""
     stages = {action[1] for action in order}
     # The memory of each micro-batch on each stage, and last of the stage's weights while they are gathered.
     of_stage = {stage: [0.0] * (schedule.micro_batches + 1) for stage in stages}
@@ -84,9 +115,11 @@ def amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> t
         kind: {stage: _effect(schedule.table[kind], stage, costs, inference=schedule.inference) for stage in stages}
         for kind in schedule.kinds
     }
+    effects[""] = dict.fromkeys(stages, (0.0, 0.0, None))
     # What forwards leave that are computed again.
     leaves = {kind: costs[row.leaves] for kind, row in schedule.table.items() if row.leaves and kind in effects}
     left = {action[1:3]: leaves[action[0]][action[1]] for action in order if action[0] in leaves} if leaves else {}
+    copies = schedule.table.letters(scope="copy") if left else ()
     total, count = 0.0, 0  # of micro-batches, and stages, that hold memory
     row, after_each = array("d"), array("d")
     add_most, add_held = row.append, after_each.append
@@ -98,10 +131,12 @@ def amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> t
             add_most(total)
             add_held(before)
             continue
-        if left and step == 1:
-            after = left.get((stage, micro_batch), after)
-            if after > during:
-                during = after
+        if left and (step == 1 or kind in copies):
+            inputs = left.get((stage, micro_batch), after)
+            if kind in copies:
+                after = during = min(after, inputs)
+            else:
+                after, during = inputs, max(inputs, during)
         add_most(total + (during - before) if during > before else total)
         add_held(after)
         held[micro_batch] = after

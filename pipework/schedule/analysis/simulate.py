@@ -118,8 +118,8 @@ class Simulation(Measures):
 
     @cached_property
     def exposed_communication(self) -> float:
-        """The time that transfers and reductions add to the makespan."""
-        free = replace(self.costs, transfer=0.0, skip_transfer=0.0, reduce_gradient=0.0)
+        """The time that transfers, reductions, and copies to and from the host add to the makespan."""
+        free = replace(self.costs, transfer=0.0, skip_transfer=0.0, reduce_gradient=0.0, offload=0.0, reload=0.0)
         return self.makespan - measure(self.schedule, free, loss_outside=self.options.loss_outside).makespan
 
     @cached_property
@@ -172,7 +172,8 @@ def simulate(
 
     Workers run their orders, each action as early as its data allows. A boundary between two workers takes
     ``costs.transfer``, a skip ``costs.skip_transfer``; workers compute meanwhile. Reductions of gradients run beside
-    the computation, one after the other on each worker.
+    the computation, one after the other on each worker. So do copies to the host, and those back; a worker waits for
+    its copy to the host at the next ``O``, or at an ``L`` after a computation.
 
     The time of a simulation is linear in the number of actions, transfers included. The timeline, which has an object
     for each action, is made when it is first asked for; :func:`measure` has the measures alone.
@@ -265,11 +266,11 @@ def measures(executed: Schedule, ended: Run, costs: StageCosts) -> Measures:
         most: Sequence[float] = memory.amounts(executed, order, costs)[0]
         last.append(max(ends, default=0.0))
         if not executed.kinds.issubset(computations):
-            # Transfers and reductions run beside the computation; a worker waits for the weights that it gathers.
+            # Transfers, copies and reductions run beside the computation; a worker waits for weights that it gathers.
             begin = next((n for n, action in enumerate(order) if action[0] not in beside), None)
             first.append(0.0 if begin is None else starts[begin])
             computing = [position for position, action in enumerate(order) if action[0] in computations]
-            starts, ends, most = ([row[position] for position in computing] for row in (starts, ends, most))
+            starts, ends = ([row[position] for position in computing] for row in (starts, ends))
         busy.append(sum(map(sub, ends, starts)))
         peaks.append(max(most, default=0.0))
         if starts:

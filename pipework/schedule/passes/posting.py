@@ -24,7 +24,7 @@ def timed_for_posting(schedule: Schedule, costs: StageCosts) -> Run:
 
     Every action takes a tiny bit longer, so that each takes time and its dependents start after it.
     """
-    timed = {row.cost for row in schedule.table.values() if row.cost and row.scope != "transfer"}
+    timed = {row.cost for row in schedule.table.values() if row.cost and row.scope not in ("transfer", "copy")}
     extra = 1e-6 * (max(max(costs[name]) for name in timed) or 1.0)
     longer = {name: tuple(time + extra for time in costs[name]) for name in timed}
     return run(schedule, {**costs, **longer})
@@ -81,15 +81,16 @@ class _Execution:
 
     def __init__(self, schedule: Schedule, timed: Run) -> None:
         # The positions of forwards and backwards; and those of all computations, since reductions run beside them.
+        table = schedule.table
         at: dict[str, list[list[int]]] = {
             kind: [[0] * schedule.micro_batches for _ in schedule.placement] for kind in "FB"
         }
-        ways = {letter: row.gives for letter, row in schedule.table.items() if row.gives in at}
+        ways = {letter: row.gives for letter, row in table.items() if row.gives in at}
         computing: list[list[int]] = [[] for _ in schedule.orders]
         for worker, order in enumerate(schedule.orders):
             for position, action in enumerate(order):
                 kind, stage, micro_batch, _ = action
-                if action.computes:
+                if table[kind].scope == "micro-batch":
                     computing[worker].append(position)
                 if kind in ways:
                     at[ways[kind]][stage][micro_batch] = position
