@@ -26,7 +26,7 @@ from pipework.planning.measuring.any_model import as_layers
 from pipework.planning.measuring.links import device_kind
 from pipework.planning.measuring.on_ranks import plan_on_ranks
 from pipework.planning.measuring.predict import predict_step
-from pipework.planning.measuring.profile import SIZES, checked_report, grouped, micro_batch_sizes, profile
+from pipework.planning.measuring.profile import SIZES, checked_report, grouped, micro_batch_sizes, profile_of
 from pipework.planning.measuring.sample_batch import SampleBatch
 from pipework.planning.measuring.stage_copy import now, traceless
 from pipework.planning.plan import Plan, WorkerBytes
@@ -140,22 +140,25 @@ def plan(
         # Devices are texts here, which `make_request` checks.
         return best_plans(make_request(model, devices, memory, **options), budget, report)[0]  # type: ignore[arg-type]
     layers, given = as_layers(model, sample, keywords, target, loss_fn)
-    measuring |= given
-    target = given["target"]
     names = checked_schedules(schedules)
-    if target is None and names != ("gpipe",):  # which alone has all outputs before the first backward
+    if given["target"] is None and names != ("gpipe",):  # which alone has all outputs before the first backward
         raise ValueError(
             "plan got no target: its schedules compute the loss inside of the pipe, so give target=y, loss_fn=f; for a "
             "loss outside, schedules=['gpipe']"
         )
     if timeout is None:
         timeout = min(_TIMEOUT, budget.seconds / _PARTS / (SIZES * len(layers) or 1))
-    measuring |= {"timeout": timeout, "progress": report}
 
     def checked_batch(workers: int, names: Collection[str], memory: Any) -> SampleBatch:
         found = SampleBatch.of(layers, **given)
+        if found.made is not None:
+            if options["chunks"] not in (None, found.made):
+                raise ValueError(
+                    f"chunks is {chunks!r}, and the sample has {found.made} micro-batches: leave chunks= out"
+                )
+            options["chunks"] = found.made
         rows = found.rows if batch is None else batch
-        check_options(workers, len(layers), rows, chunks, optimizer, names, memory)
+        check_options(workers, len(layers), rows, options["chunks"], optimizer, names, memory)
         return found
 
     if mesh is not None:
@@ -163,15 +166,15 @@ def plan(
             raise ValueError("with mesh=, each process measures its own device: leave devices= and workers= out")
 
         def measure(device: torch.device, workers: int) -> Profile:
-            sizes = micro_batch_sizes(checked_batch(workers, (), None).rows, workers, None)
-            return profile(layers, devices=[device], rows=sizes, **measuring)
+            whole = checked_batch(workers, (), None)
+            sizes = micro_batch_sizes(whole.rows, workers, None)
+            return profile_of(layers, whole, [device], timeout, report, rows=sizes)
 
         return plan_on_ranks(mesh, measure, memory, options, budget, report)
     places = chosen_devices(devices, len(layers), workers)
     whole = checked_batch(len(places), {*map(str, places), *map(device_kind, places)}, memory)
-    request = make_request(
-        profile(layers, devices=places, **measuring), [str(each) for each in places], memory, **options
-    )
+    measured = profile_of(layers, whole, places, timeout, report)
+    request = make_request(measured, [str(each) for each in places], memory, **options)
     search = budget._replace(seconds=max(budget.seconds / _PARTS, (end - time.perf_counter()) * (1 - 1 / _PARTS)))
     return plan_that_fits(request, layers, whole, search, timeout, report, end)
 
@@ -302,7 +305,9 @@ def run_steps(plan: Plan, module: nn.Sequential, batch: SampleBatch, seconds: fl
         layers.zero_grad(set_to_none=True)
         if not any(layer.training for layer in layers.modules()):
             layers.train()
-        pipe = pipework.Pipe(layers, plan=plan, loss_fn=batch.loss_fn)
+        # Weights change no time, and rows need not say those of micro-batches that are not cut along rows.
+        weight = None if batch.split is None and batch.made is None else lambda target: 1.0
+        pipe = pipework.Pipe(layers, plan=plan, loss_fn=batch.loss_fn, loss_weight=weight, split=batch.split)
         times: list[float] = []
         end = clock() + seconds
         while len(times) < _WARM_UP + _LEAST_STEPS or clock() < end:

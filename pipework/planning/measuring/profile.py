@@ -93,12 +93,28 @@ def profile(
         ((2, 4), ['Linear', 'ReLU', 'Linear'])
     """
     report = checked_report(progress)
+    module, given = as_layers(module, sample, keywords, target, loss_fn)
+    return profile_of(
+        module, SampleBatch.of(module, **given), devices, timeout, report, rows=rows, rates=rates, workers=workers
+    )
+
+
+def profile_of(
+    module: nn.Sequential,
+    batch: SampleBatch,
+    devices: Sequence[Device] | None,
+    timeout: float,
+    report: Callable[[str], None],
+    *,
+    rows: Sequence[int] | None = None,
+    rates: Mapping[str, Rates] | Rates | None = None,
+    workers: int = 8,
+) -> Profile:
+    """The profile of layers, for a mini-batch; the other arguments are those of `profile`."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < inf:
         raise ValueError(f"timeout is {timeout!r}: wanted a finite number of seconds, at least 0")
     positive_integers(workers=workers)
-    module, given = as_layers(module, sample, keywords, target, loss_fn)
     check_initialised(module)
-    batch = SampleBatch.of(module, **given)
     places: list[torch.device] = []
     if rates is None:
         places = chosen_devices(devices, len(module))
@@ -115,6 +131,8 @@ def profile(
         ways = {kind: _Way(_META, rates=speed) for kind, speed in checked_rates(rates).items()}
     else:
         raise ValueError("give either devices=, which are measured, or rates= of devices that are not here")
+    if batch.made is not None:
+        rows = [-(-batch.rows // batch.made)]
     sizes = micro_batch_sizes(batch.rows, len(places) or workers, rows)
     kinds: dict[str, DeviceKind] = {}
     for kind, way in ways.items():

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import attach, plan
+from pipework import MicroBatches, attach, plan
 from pipework.planning import Rates, profile
 from pipework.planning.measuring.any_model import as_layers
+from tests.integrations import test_splits as of_images
 from tests.integrations.tiny import llama
 from tests.model.parts.harness import loss_in
 from tests.model.parts.models import UNet, Vision, batch_of
@@ -24,6 +25,32 @@ def test_a_plan_of_a_model_is_one_for_attach(kind: type[nn.Module]) -> None:
     assert "memory is that of each device: cpu has 1 GiB for 2 workers" in str(found)
     attach(model, batch, plan=found)
     loss_in(model(**batch)).backward()
+
+
+@pytest.mark.thorough
+def test_a_batch_with_images_of_its_rows_is_planned_as_attach_cuts_it() -> None:
+    family = of_images.CASES["gemma3"]
+    model, batch = of_images.model_of(family), of_images.batch_of(family, [0, 1, 2, 3])
+    found = plan(model, batch, workers=2, schedules=["1f1b"], chunks=2, iterations=4, timeout=0)
+    assert (found.batch, found.chunks) == (4, 2)
+    attach(model, batch, plan=found)
+    loss_in(model(**batch)).backward()
+
+
+def test_micro_batches_of_the_caller_give_their_number() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = MicroBatches([torch.zeros(rows, 4) for rows in (3, 1, 2)])
+    options: dict[str, Any] = {
+        "target": x,
+        "loss_fn": nn.functional.mse_loss,
+        "workers": 2,
+        "schedules": ["1f1b"],
+        "iterations": 2,
+    }
+    found = plan(layers, x, timeout=0, **options)
+    assert (found.chunks, found.batch) == (3, 6)
+    with pytest.raises(ValueError, match="the sample has 3 micro-batches: leave chunks= out"):
+        plan(layers, x, chunks=2, **options)
 
 
 def test_a_model_of_transformers_on_the_meta_device_is_profiled_by_rates() -> None:
