@@ -61,6 +61,7 @@ class LayerBytes(NamedTuple):
         waiting: what is kept between ``I`` and ``W``.
         temporary: the most that one of its actions needs beside all that.
         saves_input: 1 if its graph holds its input, else 0.
+        stays: how much of `kept` stays on the device if activations are offloaded.
     """
 
     input: int
@@ -70,6 +71,7 @@ class LayerBytes(NamedTuple):
     waiting: int
     temporary: int
     saves_input: int = 1
+    stays: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,13 @@ class DeviceKind:
         seconds: for each number of rows of the profile, those of each layer.
         memory: the bytes that a device of this kind has; None: unknown.
         estimated: whether times are computed from operations and bytes, and not measured.
+        host: the link to the host's memory, each way, over which activations go if they are offloaded; None: unknown.
     """
 
     seconds: tuple[tuple[LayerSeconds, ...], ...]
     memory: int | None = None
     estimated: bool = False
+    host: LinkSpeed | None = None
 
 
 class LinkSpeed(NamedTuple):

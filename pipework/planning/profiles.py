@@ -82,7 +82,7 @@ class Profile(SavedAsJson):
             check_numbers(f"{what} of the profile", (number for row in table for layer in row for number in layer))
         check_numbers("bytes of the layers", (size for layer in self.layers for size in layer[2:]))
         for name, kind in self.kinds.items():
-            check_numbers(f"memory of {name!r}", (kind.memory or 0,))
+            check_numbers(f"memory of {name!r}", (kind.memory or 0, *(kind.host or ())))
         for ends, link in self.links.items():
             check_numbers(f"numbers of the link {ends}", link)
             if not link.bytes_per_second:
@@ -116,7 +116,12 @@ class Profile(SavedAsJson):
             "layers": tuple(LayerInfo(*each) for each in fields["layers"]),
             "bytes": table(fields["bytes"], LayerBytes),
             "kinds": {
-                name: DeviceKind(table(kind["seconds"], LayerSeconds), kind["memory"], kind["estimated"])
+                name: DeviceKind(
+                    table(kind["seconds"], LayerSeconds),
+                    kind["memory"],
+                    kind["estimated"],
+                    kind.get("host") and LinkSpeed(*kind["host"]),  # older profiles have none
+                )
                 for name, kind in fields["kinds"].items()
             },
             "links": {(sender, receiver): LinkSpeed(*numbers) for sender, receiver, *numbers in fields["links"]},

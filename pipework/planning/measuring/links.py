@@ -10,6 +10,7 @@ import torch
 
 from pipework.planning.layer_costs import LinkSpeed
 from pipework.planning.measuring.stage_copy import now
+from pipework.runtime.device import is_accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,16 +56,43 @@ def measure_links(places: Sequence[torch.device], report: Callable[[str], None])
     return found
 
 
-def _copy(sender: torch.device, receiver: torch.device) -> LinkSpeed:
-    """Two sizes, from which latency and speed follow."""
+def measure_host_link(device: torch.device) -> LinkSpeed:
+    """The link between a device and pinned memory of its host, in the slower direction; of the CPU, a copy's speed.
+
+    Example:
+        >>> measure_host_link(torch.device("cpu")).bytes_per_second > 0
+        True
+    """
+    host = torch.device("cpu")
+    ways = {(device, host), (host, device)}
+    large = _LARGE if is_accelerator(device) else _LARGE // 8
+    found = [_copy(*way, large, is_pinned=is_accelerator(device)) for way in ways]
+    return min(found, key=lambda speed: speed.bytes_per_second)
+
+
+def _copy(
+    sender: torch.device, receiver: torch.device, large: int = _LARGE, *, is_pinned: bool | None = None
+) -> LinkSpeed:
+    """Two sizes, from which latency and speed follow.
+
+    Args:
+        sender: has the values.
+        receiver: gets them.
+        large: the bytes of the larger one.
+        is_pinned: whether memory of the host is pinned, where both places are allocated before; None: a new tensor is
+            made by each copy.
+    """
     seconds = []
-    for size in (_SMALL, _LARGE):
-        source = torch.zeros(size, dtype=torch.uint8, device=sender)
+    for size in (_SMALL, large):
+        source, target = (
+            torch.zeros(size, dtype=torch.uint8, device=place, pin_memory=bool(is_pinned) and place.type == "cpu")
+            for place in (sender, receiver)
+        )
         times = []
         for _ in range(_TIMES):
             now(sender)
             start = now(receiver)
-            source.to(receiver, copy=True)
+            source.to(receiver, copy=True) if is_pinned is None else target.copy_(source)
             times.append(now(receiver) - start)
         seconds.append(median(times))
-    return LinkSpeed(seconds[0], (_LARGE - _SMALL) / max(seconds[1] - seconds[0], 1e-9))
+    return LinkSpeed(seconds[0], (large - _SMALL) / max(seconds[1] - seconds[0], 1e-9))

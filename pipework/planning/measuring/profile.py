@@ -18,9 +18,9 @@ from torch import nn
 from pipework.assignment.from_plan import layer_info
 from pipework.assignment.partition import check_initialised, chosen_devices
 from pipework.model.sequential import named_layers
-from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerSeconds, SkipBytes
+from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerSeconds, LinkSpeed, SkipBytes
 from pipework.planning.measuring.any_model import as_layers
-from pipework.planning.measuring.links import device_kind, measure_links
+from pipework.planning.measuring.links import device_kind, measure_host_link, measure_links
 from pipework.planning.measuring.rates import MetaNumbers, Rates, checked_rates, rated_clock
 from pipework.planning.measuring.sample_batch import SampleBatch
 from pipework.planning.measuring.stage_copy import measure_stages
@@ -147,7 +147,7 @@ def profile_of(
                 report(f"left out, because a layer refuses micro-batches of {size} rows: {error}")
         sizes = sizes[-len(tables) :]
         seconds = tuple(tuple(each.seconds for each in row) for row in tables)
-        kinds[kind] = DeviceKind(seconds, way.memory, bool(way.rates))
+        kinds[kind] = DeviceKind(seconds, way.memory, bool(way.rates), way.host)
     skips = []
     for edge in skip_edges(alone(module)):
         skip_bytes = tuple(row[edge.source].bytes.stashed.get(edge.key, (0, 0))[0] for row in tables)
@@ -186,6 +186,14 @@ class _Way(NamedTuple):
         if self.rates:
             return self.rates.memory
         return torch.accelerator.get_memory_info(self.place)[1] if is_accelerator(self.place) else None
+
+    @property
+    def host(self) -> LinkSpeed | None:
+        """The link to the host's memory."""
+        if self.rates:
+            speed = self.rates.host_bytes_per_second
+            return None if speed is None else LinkSpeed(0.0, speed)
+        return None if self.place == _META else measure_host_link(self.place)
 
     def layers(self, module: nn.Sequential, sample: Sample) -> list[Measured]:
         """Each layer alone, with the median times of some rounds."""
@@ -227,6 +235,7 @@ def _layer_bytes(measured: Measured) -> LayerBytes:
         waiting=found.waiting + found.given * (found.input_waits > 0),
         temporary=max(0, *needs),
         saves_input=int(found.saves_input),
+        stays=max(0, found.kept - found.moved - found.moved_output),
     )
 
 

@@ -24,6 +24,8 @@ class Rates:
         bytes_per_second: of its memory.
         memory: its bytes; None: unknown.
         launch: seconds that an operator takes at least.
+        host_bytes_per_second: of the link between the device and its host's memory, each way, such as 25e9; None:
+            unknown, and a plan offloads no activations.
 
     Raises:
         ValueError: one of them is no number above 0.
@@ -37,11 +39,13 @@ class Rates:
     bytes_per_second: float
     memory: int | None = None
     launch: float = 5e-6
+    host_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if (value is not None or name != "memory") and not (is_number and 0 < value < float("inf")):
+            may_be_none = name in ("memory", "host_bytes_per_second")
+            if not (value is None and may_be_none) and not (is_number and 0 < value < float("inf")):
                 raise ValueError(f"Rates: {name} is {value!r}: wanted a finite number above 0")
 
 

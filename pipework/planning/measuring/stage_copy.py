@@ -91,6 +91,9 @@ class ActionBytes:
         target: how much of the target the graph needs.
         clones: of buffers, which a checkpointed forward keeps.
         saves_input: whether the graph needs the input.
+        moved: what goes to host memory if the activations do: all that autograd saved, but for the input, the target
+            and what the stage sends.
+        moved_output: how much of what the stage sends goes there, too, unless the receiver is on the same device.
         stashed: by skip, its tensor, and how much of that no graph of this stage holds.
         popped: by skip, its tensor, and the gradient of that, which goes back to the stage that stashed it.
     """
@@ -109,6 +112,8 @@ class ActionBytes:
     target: int = 0
     clones: int = 0
     saves_input: bool = True
+    moved: int = 0
+    moved_output: int = 0
     stashed: Mapping[Hashable, tuple[int, int]] = field(default_factory=dict)
     popped: Mapping[Hashable, tuple[int, int]] = field(default_factory=dict)
 
@@ -293,6 +298,10 @@ class StageCopy:
                 output = self._forward(given)
             target = sum(each.nbytes for each in tensors_of(self._target) if memory_key(each) in saved)
             popped = dict(self._tracker.popped)
+            # What autograd saved goes to host memory, but for what the stage or its caller holds until the backward.
+            stays = {memory_key(each) for each in (*inputs, *popped.values(), *tensors_of(self._target))}
+            sent = {memory_key(each) for each in (*tensors_of(output), *tensors_of([*self._tracker.stashed.values()]))}
+            moved, moved_output = meter.bytes_of(saved - stays - sent), meter.bytes_of(saved & sent - stays)
             start += sum(tensor.nbytes for tensor in popped.values())  # which arrive before, like the input
             forward, kept_with_output = _need(meter, start), meter.live - start
             ends = self._ends(output)
@@ -333,6 +342,8 @@ class StageCopy:
             gradients=meter.live,
             target=target,
             saves_input=not saved.isdisjoint(of_inputs),
+            moved=moved,
+            moved_output=moved_output,
             stashed=stashed,
             popped=returned_skips,
         )

@@ -68,6 +68,10 @@ class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
         self._sum = self._operators = 0
         return self.live
 
+    def bytes_of(self, keys: Iterable[int | None]) -> int:
+        """What the counted storages with these `memory_key` have in use."""
+        return sum(self._sizes[key][0] for key in keys if key in self._sizes)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
