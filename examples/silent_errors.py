@@ -15,7 +15,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -543,15 +542,21 @@ CASES = [
 # ---- Processes ----
 
 
-def start_two(*arguments: str, capture: bool = False) -> list[subprocess.Popen[str]]:
+class Job(NamedTuple):
+    """Two processes, and the store through which they find each other: it lives here, as torchrun's in torchrun."""
+
+    processes: list[subprocess.Popen[str]]
+    store: distributed.TCPStore
+
+
+def start_two(*arguments: str, capture: bool = False) -> Job:
     """Starts this script in two processes, as torchrun would."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     output = subprocess.PIPE if capture else None
-    return [
+    processes = [
         subprocess.Popen(
             [sys.executable, __file__, *arguments],
             env={**inherited, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
@@ -561,17 +566,18 @@ def start_two(*arguments: str, capture: bool = False) -> list[subprocess.Popen[s
         )
         for rank in range(2)
     ]
+    return Job(processes, store)
 
 
-def wait_for(job: list[subprocess.Popen[str]]) -> int:
+def wait_for(job: Job) -> int:
     """Waits until all processes have ended, or one has failed, for which the others would wait."""
     try:
-        while None in (codes := [process.poll() for process in job]) and not any(codes):
+        while None in (codes := [process.poll() for process in job.processes]) and not any(codes):
             time.sleep(0.05)
     except KeyboardInterrupt:
         return 130
     finally:
-        for process in job:
+        for process in job.processes:
             process.kill()
             process.wait()
     return next((abs(code) for code in codes if code), 0)
@@ -594,10 +600,10 @@ def last_of_two_batches(rows: int) -> None:
     print("done", flush=True)
 
 
-def end_of(job: list[subprocess.Popen[str]]) -> str:
+def end_of(job: Job) -> str:
     """The last loss of `last_of_two_batches`, and the error or signal that ended its processes."""
     outputs, causes = [], []
-    for process in job:
+    for process in job.processes:
         try:
             out, errors = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:

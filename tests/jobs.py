@@ -55,10 +55,11 @@ class Job:
     ) -> None:
         self.folder = folder
         self._store: TCPStore | None = None
+        self._kept = socket.socket()  # its port: until the store of rank 0 listens there, nobody else is given it
         if own_store:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
+            self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._kept.bind(("127.0.0.1", 0))
+            port = self._kept.getsockname()[1]
         else:
             self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
             port = self._store.port
@@ -115,6 +116,7 @@ class Job:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self._kept.close()
         self._store = None
 
     def _ended(self, rank: int, seconds: float) -> Ended:

@@ -40,7 +40,12 @@ def verdicts() -> dict[str, str]:
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=110)[0] for process in processes]
+    try:
+        outputs = [process.communicate(timeout=110)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
     assert [process.returncode for process in processes] == [0, 0], outputs
     return dict(line.split("=") for line in outputs[0].splitlines() if "=" in line)
 
