@@ -11,6 +11,9 @@ PINS := $(if $(TORCH),torch==$(TORCH)) $(if $(TRANSFORMERS),transformers==$(TRAN
 # What another version may need in another version, too; a - is in no name before ==, so that nothing else is left out.
 FREE := $(if $(TORCH),torch|setuptools|)$(if $(TRANSFORMERS),transformers|tokenizers|huggingface-hub|)-
 
+# The runs of the tests, their ranks and their programs read what the first of them has compiled.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train finetune test test-thorough test-all test-accelerator test-gpu test-synthesis docs package lint format bench clean
@@ -26,20 +29,23 @@ train: $(VENV)/.train ## train a small GPT in a pipeline (options: ARGS="--help"
 finetune: $(VENV)/.hf ## train a small Llama of transformers in a pipeline (options: ARGS="--help")
 	@echo $(BIN)/python examples/finetune.py $(ARGS); $(BIN)/python examples/finetune.py $(ARGS)
 
+# Neighbours among the tests share fixtures and ranks, so that each worker gets a half of the list, and not small pieces.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 # Files or folders that are asked for are tested thoroughly.
 test: $(VENV)/.test ## run the quick tests (thoroughly those of one file: ARGS=tests/test_pipe.py)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow$(if $(filter tests% pipework%,$(ARGS)),, and not thorough)" $(ARGS)
+	$(PYTEST) -m "not slow$(if $(filter tests% pipework%,$(ARGS)),, and not thorough)" $(ARGS)
 
 test-thorough: $(VENV)/.test ## run what `make test` leaves out, but for slow tests
-	$(BIN)/python -m pytest -n $(WORKERS) -m "thorough and not slow" $(ARGS)
+	$(PYTEST) -m "thorough and not slow" $(ARGS)
 
 test-all: $(VENV)/.test ## run all tests, the slow ones too
-	$(BIN)/python -m pytest -n $(WORKERS) -m "" $(ARGS)
+	$(PYTEST) -m "" $(ARGS)
 
 # Built before pytest starts its workers; PyTorch gets one accelerator for the life of a process, so these run alone.
 test-accelerator: $(VENV)/.test ## run the tests of accelerators on a simulated one (needs gcc or clang)
 	$(BIN)/python -m tests.accelerator.build
-	$(BIN)/python -m pytest -p tests.accelerator.plugin -n $(WORKERS) -m "gpu and not slow" $(ARGS)
+	$(PYTEST) -p tests.accelerator.plugin -m "gpu and not slow" $(ARGS)
 
 # An interpreter of your own has the PyTorch that fits your driver, and needs hypothesis, ninja, numpy, pytest, pytest-timeout
 # and pytest-xdist beside it.

@@ -52,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """Collections of garbage in tests leave alone what is there before the first test: a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured on the CPU, as operators that a stand-in of a device's graphs records."""

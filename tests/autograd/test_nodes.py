@@ -176,12 +176,12 @@ class Keep(nn.Module):
 @contextlib.contextmanager
 def without_garbage_collector() -> Iterator[None]:
     """Objects of before are not looked at any more, so that `gc.get_objects` has only what is new."""
-    gc.disable()
+    gc.collect()
     gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
         gc.enable()
 
 

@@ -1,7 +1,6 @@
 """What a pipe holds of a model whose base is frozen: the base, the adapters, and what the schedule keeps."""
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,10 @@ BATCH: dict[str, Any] = {"x": torch.ones(32, WIDTH), "labels": torch.ones(32, WI
 
 
 @pytest.fixture(autouse=True)
-def of_this_test_alone() -> Iterator[None]:
+def of_this_test_alone() -> None:
     """What earlier tests left (sparse tensors and others without memory to ask for) is not looked at."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def held() -> dict[int, int]:
