@@ -29,7 +29,7 @@ def svg(
     """Draw timelines above each other on a common time axis, such as a predicted above a measured one.
 
     There is a row for each worker, worker 0 on top; time goes to the right, and idle time is white. Each cell
-    has a tooltip. A cell that is too narrow for its label has none.
+    has a tooltip. A cell that is too narrow for its label has none. Copies to and from the host are thin bars below.
 
     Args:
         timelines: one or several, all in the same unit; each is drawn from its own start.
@@ -53,7 +53,11 @@ def svg(
     _check(lines, colors)
     lines = tuple(line.normalised() for line in lines)
     of_kinds = colors == "action"
-    look = Look(of_kinds, update=update, memory=of_kinds and any(line.knows_memory for line in lines))
+    # The kinds that are there, in the order of their tables.
+    shown = {each.action.kind for line in lines for each in (*line.intervals, *line.communication)}
+    kinds = {kind: row for line in lines for kind, row in line.table.items() if kind in shown}
+    copies = tuple(kind for kind, row in kinds.items() if row.scope == "copy")
+    look = Look(of_kinds, update, of_kinds and any(line.knows_memory for line in lines), copies)
 
     longest = max(line.makespan for line in lines)
     workers = max(line.workers for line in lines)
@@ -78,7 +82,8 @@ def svg(
         marks.append(panel(line, frame, _peak(each for each in lines if each.memory_unit == line.memory_unit)))
     y += 30
     if of_kinds:
-        marks.append(_legend(lines, look, left, y + 14))
+        entries = [(row.color, row.name) for row in kinds.values() if row.scope in ("micro-batch", "copy")]
+        marks.append(_legend(lines, entries, look, left, y + 14))
         y += 24
     return _document(marks, width, y + 4, "; ".join(line.title for line in lines if line.title) or "timeline")
 
@@ -136,10 +141,7 @@ def _axis(frames: Sequence[Frame], unit: str, *, grid: bool) -> str:
     return group(marks)
 
 
-def _legend(lines: Sequence[Timeline], look: Look, x: float, y: float) -> str:
-    kinds = {each.action.kind for line in lines for each in line.intervals}
-    rows = {kind: row for line in lines for kind, row in line.table.items()}
-    entries = [(row.color, row.name) for row in rows.values() if row.letter in kinds]
+def _legend(lines: Sequence[Timeline], entries: list[tuple[str, str]], look: Look, x: float, y: float) -> str:
     if look.update:
         entries.append((UPDATE, "optimizer"))
     if look.memory:

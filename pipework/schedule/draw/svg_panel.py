@@ -13,11 +13,15 @@ from pipework.schedule.timeline import Interval, Timeline
 
 @dataclass(frozen=True)
 class Look:
-    """Options of a picture: whether colours show kinds, not workers; boxes for the update; strips of memory."""
+    """Options of a picture: whether colours show kinds, not workers; boxes for the update; strips of memory.
+
+    And the kinds of copies, each of which has a lane of thin bars below a row.
+    """
 
     of_kinds: bool
     update: bool
     memory: bool
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class Frame:
         return max(14.0, min(30.0 if self.look.of_kinds else 42.0, 640.0 / self.workers))
 
     @property
+    def lanes(self) -> float:
+        """Height of the lanes of copies below a row."""
+        return 5.0 * len(self.look.copies)
+
+    @property
     def strip(self) -> float:
         """Height of the memory strip below a row."""
         return max(8.0, 0.6 * self.row) if self.look.memory else 0.0
@@ -53,7 +62,7 @@ class Frame:
     @property
     def pitch(self) -> float:
         """Distance of rows."""
-        return self.row + self.strip + (6.0 if self.look.of_kinds else 0.0)
+        return self.row + self.lanes + self.strip + (6.0 if self.look.of_kinds else 0.0)
 
     @property
     def bottom(self) -> float:
@@ -81,6 +90,9 @@ def panel(line: Timeline, frame: Frame, most_memory: float) -> str:
         depths = {stage: depth for depth, stage in enumerate(sorted({each.action.stage for each in row}))}
         cells = [_cell(each, frame, caption, line, depths[each.action.stage]) for each in row]
         marks.append(group(cells, text_anchor="middle", stroke_width=0.9))
+    bars = [_bar(each, frame, line) for each in line.communication if each.action.kind in frame.look.copies]
+    if bars:
+        marks.append(group(bars))
     if frame.look.update:
         marks.extend(_update_boxes(line, frame))
     return group(marks)
@@ -133,14 +145,11 @@ class Caption:
 
 
 def _cell(interval: Interval, frame: Frame, caption: Caption, line: Timeline, depth: int) -> str:
-    kind, stage, micro_batch, _ = interval.action
     x, y = frame.x(interval.start), frame.y(interval.worker)
     width = frame.x(interval.end) - x
-    row = line.table[kind]
-    fill, ink, border = cell_colors(row.color if frame.look.of_kinds else None, interval.worker, depth)
-    times = (interval.start, interval.end, interval.end - interval.start)
-    start, end, length = (time_text(time, line.unit, line.end) for time in times)
-    tooltip = f"{row.name} of stage {stage}, micro-batch {micro_batch}: {start} to {end} ({length})"
+    color = line.table[interval.action.kind].color if frame.look.of_kinds else None
+    fill, ink, border = cell_colors(color, interval.worker, depth)
+    tooltip = _tooltip(interval, line)
     if line.knows_memory:
         tooltip += f", memory {memory_text(interval.memory, line.memory_unit)}"
     stroke: dict[str, str | float] = {"stroke": border} if width >= 2 else {}
@@ -152,6 +161,21 @@ def _cell(interval: Interval, frame: Frame, caption: Caption, line: Timeline, de
         middle, base = x + width / 2, y + frame.row / 2 + 0.34 * caption.size
         marks.append(text(middle, base, label, caption.size, sub=sub, fill=ink))
     return f"<g>{''.join(marks)}</g>"
+
+
+def _bar(interval: Interval, frame: Frame, line: Timeline) -> str:
+    """A copy beside the computation."""
+    x, kind = frame.x(interval.start), interval.action.kind
+    y = frame.y(interval.worker) + frame.row + 5.0 * frame.look.copies.index(kind) + 1
+    bar = rectangle(x, y, max(frame.x(interval.end) - x - 0.9, 0.4), 4, fill=line.table[kind].color)
+    return f"<g><title>{clean(_tooltip(interval, line))}</title>{bar}</g>"
+
+
+def _tooltip(interval: Interval, line: Timeline) -> str:
+    kind, stage, micro_batch, _ = interval.action
+    times = (interval.start, interval.end, interval.end - interval.start)
+    start, end, length = (time_text(time, line.unit, line.end) for time in times)
+    return f"{line.table[kind].name} of stage {stage}, micro-batch {micro_batch}: {start} to {end} ({length})"
 
 
 def _beside(line: Timeline, frame: Frame, worker: int) -> Iterator[str]:
@@ -170,7 +194,7 @@ def peak_text(line: Timeline, worker: int) -> str:
 
 def _strip(line: Timeline, frame: Frame, worker: int, most: float) -> str:
     """The filled curve of memory over time."""
-    base = frame.y(worker) + frame.row + frame.strip
+    base = frame.y(worker) + frame.row + frame.lanes + frame.strip
     scale = (frame.strip - 1.5) / most if most else 0.0
     path = "".join(
         f"H{number(frame.x(time))}V{number(base - held * scale)}" for time, held in line.memory_steps(worker)
