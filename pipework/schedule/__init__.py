@@ -24,6 +24,7 @@ from pipework.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h
 from pipework.schedule.kinds import KINDS, ActionKind, Kinds
 from pipework.schedule.list_schedule import list_schedule
 from pipework.schedule.passes.communication import with_communication, with_gradient_reduction, with_skips
+from pipework.schedule.passes.offload import with_offload
 from pipework.schedule.passes.recompute import (
     spread_evenly,
     with_recompute,
@@ -40,7 +41,7 @@ __all__ = ["KINDS", "Action", "ActionKind", "Kinds", "Schedule", "loop_placement
 __all__ += ["SCHEDULES", "ScheduleSpec", "build", "list_schedule", "restricted", "schedule_spec"]
 __all__ += ["fill_drain", "forward_only", "looped_bfs", "one_forward_one_backward", "eager_1f1b", "interleaved_1f1b"]
 __all__ += ["zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v", "hanayo"]
-__all__ += ["spread_evenly", "with_recompute", "without_recompute", "with_sharding"]
+__all__ += ["spread_evenly", "with_recompute", "without_recompute", "with_offload", "with_sharding"]
 __all__ += ["with_communication", "with_gradient_reduction", "with_skips"]
 __all__ += ["ScheduleError", "Validation", "ValidationOptions", "Violation", "check", "validate", "Channel"]
 __all__ += ["Comparison", "Costs", "Measures", "Simulation", "StageCosts", "compare", "lower_bound"]

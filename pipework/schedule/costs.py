@@ -250,6 +250,23 @@ def checked_without_skips(costs: Costs | None) -> Costs:
     return replace(checked(costs), skip_transfer=0.0)
 
 
+def copy_time(costs: StageCosts, name: str, stage: int, *, inputs: bool) -> float:
+    """The time of a copy to or from the host.
+
+    Args:
+        costs: the times and the memory of each stage.
+        name: ``"offload"`` or ``"reload"``.
+        stage: the stage.
+        inputs: whether the micro-batch is recomputed, so that only its input is copied.
+
+    Example:
+        >>> copy_time(Costs(offload=4, checkpoint_activation=0.25).spread(1), "offload", 0, inputs=True)
+        1.0
+    """
+    time, whole = costs[name][stage], costs["activation"][stage]
+    return time * costs["checkpoint_activation"][stage] / whole if inputs and whole else time
+
+
 def _crossing(values: Sequence[float], source: int, target: int) -> float:
     """The cost of a boundary between two workers, from numbers for each pair of adjacent workers."""
     if source == target:

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from pipework.schedule.action import Action
 from pipework.schedule.analysis.channels import Channel, Message, WorkerRoute, channels
-from pipework.schedule.costs import StageCosts
+from pipework.schedule.costs import StageCosts, copy_time
 from pipework.schedule.edges import awaited, counterpart, crossings, recomputed, routes
 from pipework.schedule.kinds import ActionKind
 from pipework.schedule.schedule import Schedule
@@ -112,11 +112,6 @@ class Table:
     def time(self, row: ActionKind, stage: int) -> float:
         """The time of an action."""
         return self.costs[row.cost][stage] if row.cost else 0.0
-
-    def share_of_inputs(self, stage: int) -> float:
-        """The part of the memory of a micro-batch that it has if it is recomputed."""
-        whole = self.costs["activation"][stage]
-        return self.costs["checkpoint_activation"][stage] / whole if whole else 1.0
 
     def products(self) -> list[Product]:
         """All products."""
@@ -214,9 +209,8 @@ class Run:
             end = ends[micro_batch]
             if end + delay > start:
                 start, cause = end + delay, product.name
-        if cause is None:
-            return None
-        return self.last_forward if cause == LOSS else cause._replace(micro_batch=micro_batch)
+                cause = self.last_forward if cause == LOSS else cause._replace(micro_batch=micro_batch)
+        return cause
 
     def _reached(self, worker: int, position: int) -> tuple[float, Action | None]:
         """When a worker comes to an action, and the copy for which it waited after the computation before."""
@@ -373,9 +367,8 @@ class _Execution:
         earlier = self._table.awaited[worker].get(position)
         if earlier is not None:
             clock = max(clock, self._ends[worker][earlier])
-        time = self._table.time(self._schedule.table[kind], stage)
-        if (stage, micro_batch) in self._table.inputs:
-            time *= self._table.share_of_inputs(stage)
+        inputs = (stage, micro_batch) in self._table.inputs
+        time = copy_time(self._table.costs, self._schedule.table[kind].cost, stage, inputs=inputs)
         start = max(start, clock, self._free[worker, kind])
         self._free[worker, kind] = end = start + time
         return start, end, clock
