@@ -21,8 +21,8 @@ from pipework.model.marks import MicroBatches, checked_pieces, has_micro_batches
 from pipework.model.parts.check import Weighed, check_parts, check_rows
 from pipework.model.parts.cut import Cuttable, refuse_own_forward
 from pipework.model.parts.following import Following, own_parameters, take_over
-from pipework.model.parts.leaves import flatten, mapped, unflatten
-from pipework.model.parts.outputs import output_dims
+from pipework.model.parts.leaves import mapped
+from pipework.model.parts.outputs import joined, output_dims
 from pipework.model.parts.part import Part
 from pipework.model.parts.run import Message
 from pipework.model.parts.sample import Arguments, LossPlace, arguments_of, as_given, single_rows
@@ -538,19 +538,7 @@ class AttachedForward:
         if result is not None:
             one = adapter.form(result, names)
             if isinstance(one, MicroBatches):  # of the caller, or of the caller's `split=`
-                one = adapter.form(_joined(one), names)
+                one = adapter.form(joined(one), names)
             return self._place.put(loss, one)
         form = self._place.put(loss, adapter.form(self._result, names))
         return mapped(Tensor, lambda tensor: tensor if tensor is loss else None, form)
-
-
-def _joined(parts: MicroBatches) -> Any:
-    """What a model returned for each micro-batch in one result; rows of other shapes stay apart, as `MicroBatches`."""
-    form = flatten(parts[0])[1]
-    columns = zip(*(flatten(part)[0] for part in parts), strict=True)
-    joined = [torch.cat(each) if _have_rows(each) else MicroBatches(each) for each in columns]
-    return unflatten(joined, form)
-
-
-def _have_rows(column: Sequence[Any]) -> bool:
-    return all(isinstance(each, Tensor) and each.dim() for each in column) and len({x.shape[1:] for x in column}) == 1

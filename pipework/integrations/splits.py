@@ -21,7 +21,6 @@ from torch import Tensor
 
 from pipework.model.marks import WHOLE, Chunk, MicroBatches, NoChunk, flattened, has_micro_batches
 from pipework.model.mini_batch import even_sizes
-from pipework.model.parts.leaves import tensors_in
 from pipework.model.row_dimensions import Layout
 from pipework.values import nested
 
@@ -73,49 +72,7 @@ FAMILIES: Final[Mapping[str, tuple[Media, ...]]] = {
 """What the models of a `model_type` take."""
 
 
-class Split:
-    """A function that cuts batches, as for `split=`, and joins what the model returns.
-
-    Attributes:
-        dim: along which the tensors that the model returns are joined.
-    """
-
-    dim: int = 0
-
-    def __call__(self, arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Piece]:
-        """See `split` of `Pipe`."""
-        raise NotImplementedError
-
-    def joined(self, results: Any) -> Any:
-        """What the model returns for a mini-batch, from what it returns for micro-batches; another value as it is.
-
-        Numbers are averaged by rows, or by tokens. There is None in place of a tensor without them.
-        """
-        if not isinstance(results, MicroBatches):
-            return results
-        counts = [next(each.shape[self.dim] for each in tensors_in(result) if each.dim()) for result in results]
-        first = results[0]
-        if not isinstance(first, Mapping):
-            return self._joined(list(results), counts)
-        names = dict.fromkeys(name for result in results for name in result)
-        return type(first)(**{name: self._joined([each.get(name) for each in results], counts) for name in names})
-
-    def _joined(self, values: list[Any], counts: list[int]) -> Any:
-        there = [(value, count) for value, count in zip(values, counts, strict=True) if value is not None]
-        values = [value for value, _ in there]
-        if values and isinstance(values[0], tuple):  # such as the hidden states of all layers
-            counts = [count for _, count in there]
-            return tuple([self._joined([*column], counts) for column in zip(*values, strict=True)])
-        if not all(isinstance(value, Tensor) for value in values):
-            return None
-        if values and not values[0].dim():
-            return sum(value * (count / sum(counts)) for value, count in there)
-        if not values or (self.dim and [value.shape[self.dim] for value in values] != counts):
-            return None
-        return torch.cat(values, self.dim)
-
-
-def split_for(config: Any, sample: dict[str, Any], target: str) -> Split | None:
+def split_for(config: Any, sample: dict[str, Any], target: str) -> ImagesOfRows | PackedSequences | None:
     """The function that cuts the batches of a model; None: they are cut along rows, or as marks in the sample say.
 
     Args:
@@ -141,7 +98,7 @@ def split_for(config: Any, sample: dict[str, Any], target: str) -> Split | None:
     return PackedSequences(target) if len(_starts(sample)) > 1 else None
 
 
-class ImagesOfRows(Split):
+class ImagesOfRows:
     """Cuts along rows, and gives each micro-batch the images of its rows; None, if they have none.
 
     Args:
@@ -150,16 +107,21 @@ class ImagesOfRows(Split):
         sample: see `split_for`.
         target: see `split_for`.
 
+    Attributes:
+        dim: along which tensors that the model returns are joined.
+
     Raises:
         ValueError: rows of the sample cannot be told.
     """
+
+    dim = 0
 
     def __init__(self, config: Any, media: Sequence[Media], sample: dict[str, Any], target: str) -> None:
         self._config, self._media = config, media
         self._layout = Layout.of_sample((), target, (), self._of_rows(sample))
 
     def __call__(self, arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Piece]:
-        """See `Split`.
+        """See `split` of `Pipe`.
 
         Raises:
             ValueError: it cannot be told which images belong to which rows.
@@ -239,11 +201,14 @@ class ImagesOfRows(Split):
         return given[name][first:last]
 
 
-class PackedSequences(Split):
+class PackedSequences:
     """Cuts one row of packed sequences between them, into micro-batches of about equally many tokens.
 
     Args:
         target: see `split_for`.
+
+    Attributes:
+        dim: see `ImagesOfRows`.
     """
 
     dim = 1
@@ -252,7 +217,7 @@ class PackedSequences(Split):
         self._target = target
 
     def __call__(self, arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int) -> list[Piece]:
-        """See `Split`.
+        """See `split` of `Pipe`.
 
         Raises:
             ValueError: the batch is not one row of sequences.

@@ -23,10 +23,11 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import output_capturing
 
 from pipework import torch_private
-from pipework.integrations.splits import Split, split_for
+from pipework.integrations.splits import ImagesOfRows, PackedSequences, split_for
 from pipework.model.marks import MicroBatches, has_micro_batches
 from pipework.model.parts.adapter import Adapter, SideOutputs
 from pipework.model.parts.leaves import flatten, held_by, unflatten
+from pipework.model.parts.outputs import joined
 from pipework.model.parts.side_effects import put_back
 from pipework.signatures import signature_of
 
@@ -60,7 +61,7 @@ class TransformersAdapter(Adapter):
         self._target: str | None = None
         self._hides_labels = False
         self._weight: Callable[[Any], Any] = len
-        self._split: Split | None = None
+        self._split: ImagesOfRows | PackedSequences | None = None
 
     def blocks(self, model: nn.Module) -> set[str] | None:
         """The classes that transformers does not split; None: those of this model are not named."""
@@ -107,7 +108,7 @@ class TransformersAdapter(Adapter):
                 "gradient_checkpointing_disable(), and choose attach(..., checkpoint='always') or 'except_last'"
             )
 
-    def split(self, sample: dict[str, Any], target: str) -> Split | None:
+    def split(self, sample: dict[str, Any], target: str) -> ImagesOfRows | PackedSequences | None:
         """By the images of each row, or between sequences that are packed into one row."""
         self._split = split_for(self._model.config, sample, target)
         return self._split
@@ -168,8 +169,8 @@ class TransformersAdapter(Adapter):
 
     def form(self, result: Any, keywords: Mapping[str, Any]) -> Any:
         """Joined, if `split` has cut the batch; a tuple if the call asks for one."""
-        if self._split is not None and not has_micro_batches((), keywords):
-            result = self._split.joined(result)
+        if self._split is not None and isinstance(result, MicroBatches) and not has_micro_batches((), keywords):
+            result = joined(result, self._split.dim)
         return result.to_tuple() if keywords.get(_FORM) is False and hasattr(result, "to_tuple") else result
 
     def is_generating(self, keywords: Mapping[str, Any]) -> bool:

@@ -1,17 +1,24 @@
-"""Along which dimension each tensor that a model returns has the rows of the batch, as dry runs show it."""
+"""What a model returns, by its rows: their dimension in each tensor, as dry runs show it, and how they are joined."""
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from pipework.model.marks import MIXED
+from pipework.model.marks import MIXED, MicroBatches
+from pipework.model.parts.leaves import flatten, tensors_in, unflatten
 from pipework.model.parts.side_effects import in_mode
 from pipework.model.row_dimensions import values_in
+from pipework.values.nested import same
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pipework.model.parts.cut import Cuttable
     from pipework.model.row_dimensions import Layout
 
@@ -69,3 +76,47 @@ def _dim_of_rows(tensor: Tensor, other: Tensor | None, rows: int, others: int) -
     changed = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != other.shape[dim]]
     is_of_rows = len(changed) == 1 and tensor.shape[changed[0]] * others == other.shape[changed[0]] * rows
     return changed[0] if is_of_rows else MIXED
+
+
+def joined(results: MicroBatches, dim: int = 0) -> Any:
+    """What a model returns for a mini-batch, from what it returns for micro-batches that no pipe has cut.
+
+    Numbers, and tensors whose other sizes differ, stay apart, as `MicroBatches`. What some results lack, such as the
+    hidden states of images, is that of the others.
+
+    Args:
+        results: of the micro-batches.
+        dim: along which tensors are joined; if it is not 0, those that have as many entries there as the first tensor.
+
+    Example:
+        >>> joined(MicroBatches([{"x": torch.ones(1, 2), "loss": torch.ones(())}, {"x": torch.zeros(1, 2)}]))
+        {'x': tensor([[1., 1.],
+                [0., 0.]]), 'loss': tensor(1.)}
+    """
+    sizes = [next((each.shape[dim] for each in tensors_in(result) if each.dim() > dim), 0) for result in results]
+    pairs = list(zip(results, sizes, strict=True))
+    if not isinstance(results[0], Mapping):
+        return _joined_values(pairs, dim)
+    whole: Any = copy.copy(max(results, key=len))
+    for name in dict.fromkeys(name for each in results for name in each):
+        whole[name] = _joined_values([(each[name], size) for each, size in pairs if each.get(name) is not None], dim)
+    return whole
+
+
+def _joined_values(pairs: Sequence[tuple[Any, int]], dim: int) -> Any:
+    if not pairs:
+        return None
+    leaves, forms = zip(*(flatten(value) for value, _ in pairs), strict=True)
+    if not all(same(form, forms[0]) for form in forms):
+        return MicroBatches(value for value, _ in pairs)
+    sizes = [size for _, size in pairs]
+    return unflatten([_joined_leaves(column, sizes, dim) for column in zip(*leaves, strict=True)], forms[0])
+
+
+def _joined_leaves(column: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
+    if all(isinstance(each, Tensor) and each.dim() > dim for each in column):
+        others = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in column}
+        if len(others) == 1 and (not dim or [each.shape[dim] for each in column] == sizes):
+            return torch.cat(list(column), dim)
+    is_one = all(same(each, column[0]) for each in column)  # such as None
+    return column[0] if is_one else MicroBatches(column)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework.model.marks import MIXED
+from pipework.model.marks import MIXED, MicroBatches
 from pipework.model.parts.cut import Cuttable
-from pipework.model.parts.outputs import output_dims
+from pipework.model.parts.outputs import joined, output_dims
 from pipework.model.row_dimensions import Layout
 from tests.model.parts.models import WIDTH
 
@@ -62,3 +62,44 @@ def test_nothing_is_known_of_a_model_that_takes_no_other_number_of_rows() -> Non
     layout.dims = {"input 0": 0}
     net = Net(lambda net, x: x.view(2, 3, WIDTH))
     assert output_dims(Cuttable(net, torch.randn(2, 3, WIDTH), blocks=None), layout) is None
+
+
+ROW, TWO, NUMBER = torch.ones(1, 2), torch.zeros(2, 2), torch.tensor(3.0)
+
+# What a model returns for two micro-batches, and what that is together; a list stands for `MicroBatches`.
+TOGETHER: dict[str, tuple[Any, Any, Any]] = {
+    "rows": (ROW, TWO, torch.cat([ROW, TWO])),
+    "a number": ({"x": ROW, "loss": NUMBER}, {"x": TWO, "loss": NUMBER + 1}, {"loss": [NUMBER, NUMBER + 1]}),
+    "one number": ((ROW, NUMBER), (TWO, NUMBER), (torch.cat([ROW, TWO]), NUMBER)),
+    "other sizes": ({"x": ROW.T, "n": None}, {"x": TWO, "n": None}, {"x": [ROW.T, TWO], "n": None}),
+    "some lack it": ({"x": ROW, "of images": NUMBER}, {"x": TWO}, {"x": torch.cat([ROW, TWO]), "of images": NUMBER}),
+    "only the second": ({"x": ROW, "n": 2}, {"x": TWO, "m": 3, "n": 2}, {"x": torch.cat([ROW, TWO]), "m": 3, "n": 2}),
+    "plain values": ((ROW, 1), (TWO, 2), (torch.cat([ROW, TWO]), [1, 2])),
+    "other nesting": ((ROW,), (TWO, TWO), [(ROW,), (TWO, TWO)]),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_no_pipe_has_cut_is_joined_where_it_has_rows(name: str) -> None:
+    one, other, expected = TOGETHER[name]
+
+    def compare(got: Any, wanted: Any) -> None:
+        assert isinstance(got, MicroBatches) == isinstance(wanted, list)
+        if isinstance(wanted, dict):
+            assert isinstance(got, dict)
+            for key in wanted:
+                compare(got[key], wanted[key])
+        elif isinstance(wanted, list | tuple):
+            for each, value in zip(got, wanted, strict=True):
+                compare(each, value)
+        else:
+            assert torch.equal(got, wanted) if isinstance(wanted, Tensor) else got == wanted
+
+    compare(joined(MicroBatches([one, other])), expected)
+
+
+def test_in_another_dimension_tensors_are_joined_that_have_as_many_entries_there() -> None:
+    tokens, scores = torch.ones(1, 3, 2), torch.ones(1, 4, 3, 3)
+    found = joined(MicroBatches([{"x": tokens, "scores": scores}, {"x": tokens, "scores": scores + 1}]), 1)
+    assert found["x"].shape == (1, 6, 2)
+    assert isinstance(found["scores"], MicroBatches)
