@@ -566,6 +566,20 @@ def random_operators(key: str) -> dict[str, GeneratorArgument | None]:
 _FUSED_DROPOUT: Final = "aten::native_dropout"
 
 
+def only_draws(operator: Any) -> bool:
+    """Whether an operator below autograd returns random numbers, and not what it computes with them, as a dropout does.
+
+    Example:
+        >>> [only_draws(each) for each in (torch.ops.aten.randn.default, torch.ops.aten.native_dropout.default)]
+        [True, False]
+    """
+    if torch.Tag.nondeterministic_seeded not in operator.tags or len(operator._schema.returns) > 1:
+        return False
+    every = operator.overloadpacket
+    names = {each.name for overload in every.overloads() for each in getattr(every, overload)._schema.arguments}
+    return "generator" in names and "noise" not in names  # of attention, and of a leaky ReLU
+
+
 random_on_cpu: Callable[[Tensor], Any] = functools.partial(
     _private("torch.library.get_kernel")("aten::random_", "CPU").call_boxed,
     _private("torch._C.DispatchKeySet")(_private("torch._C.DispatchKey.CPU")),

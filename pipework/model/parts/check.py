@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from pipework.model.parts.side_effects import Attributes
 
 _FACTORS: Final = (1.0, 0.25, 0.5)
-_DRAWS: Final = (
-    "bernoulli", "bernoulli_", "exponential_", "log_normal_", "multinomial", "normal", "normal_", "rand", "rand_like",
-    "randint", "randint_like", "randn", "randn_like", "random_", "randperm", "uniform_",
-)  # fmt: skip
 
 
 def check_parts(cuttable: Cuttable, layers: nn.Sequential, before: Attributes) -> None:
@@ -102,7 +98,7 @@ class _FixedDraws(torch_private.DispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.__name__.partition(".")[0] in _DRAWS:
+        if torch_private.only_draws(func):
             named = torch_private.arguments_by_name(func, args, kwargs or {})
             result.fill_(0.5 if result.is_floating_point() else named.get("low", named.get("from", 0)))
         return result
