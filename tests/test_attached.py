@@ -613,7 +613,7 @@ class Denoiser(nn.Module):
 
     def forward(self, sample: Tensor, steps: Tensor, outputs: float = 1.0, *, hidden: Tensor | None = None) -> Denoised:
         shift = self.time(steps[:, None])
-        sample = sample if hidden is None else sample + hidden
+        sample = sample if hidden is None else sample + hidden.sum(0)
         for block in self.blocks:
             sample = block(sample + shift)
         return Denoised(sample * outputs, steps)
@@ -627,10 +627,10 @@ def of_sample(output: Denoised, target: Tensor) -> Tensor:
 def test_a_loss_of_the_users_own(schedule: str) -> None:
     model = Denoiser()
     plain = copy.deepcopy(model)
-    x, hidden, noise = torch.randn(3, 7, WIDTH)
-    steps = torch.rand(7)
+    x, noise = torch.randn(2, 7, WIDTH)
+    steps, hidden = torch.rand(7), torch.randn(3, 7, WIDTH)  # of three layers of a model of texts
     options = {"balance": [1, 1, 1, 3] if schedule in ("interleaved-1f1b", "zb-v") else [2, 4], "schedule": schedule}
-    few = {"sample": x[:2], "steps": steps[:2], "hidden": hidden[:2]}
+    few = {"sample": x[:2], "steps": steps[:2], "hidden": hidden[:, :2]}
     pipe = attach(model, few, loss_fn=of_sample, chunks=3, devices=["cpu"] * 2, **options)
     for call in (model, pipe):
         model.zero_grad()
@@ -638,8 +638,8 @@ def test_a_loss_of_the_users_own(schedule: str) -> None:
         loss = call(x, steps, hidden=hidden, target=noise)
         loss.backward()
         expected = torch.zeros(())
-        pieces = zip(*(each.tensor_split(3) for each in (x, steps, hidden, noise)), strict=True)
-        for sample, step, own, target in pieces:
+        columns = (each.tensor_split(3) for each in (x, steps, noise))
+        for sample, step, target, own in zip(*columns, hidden.tensor_split(3, 1), strict=True):
             part = of_sample(plain(sample, step, hidden=own), target) * (len(sample) / 7)
             part.backward()
             expected = expected + part.detach()

@@ -61,6 +61,14 @@ class TiedNet(Net):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
+class TwiceNet(Net):
+    """Its first block is also its last one: both ranks have it, under one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(self.blocks[0])
+
+
 def batch_of(name: str) -> Batch:
     if name in OWN:
         ids = torch.randint(0, 11, (8, 6))
@@ -71,7 +79,7 @@ def batch_of(name: str) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-OWN = {"own": Net, "own, tied": TiedNet}
+OWN = {"own": Net, "own, tied": TiedNet, "own, twice": TwiceNet}
 
 
 def model_of(name: str) -> nn.Module:
@@ -104,6 +112,7 @@ def steps(model: nn.Module, batches: list[Batch], optimizer: torch.optim.Optimiz
 CASES = {
     "own": [(2, "1f1b"), (2, "zb-v"), (2, "gpipe"), (4, "1f1b"), (4, "zb-h1")],
     "own, tied": [(2, "1f1b"), (2, "zb-v"), (4, "zb-h1")],
+    "own, twice": [(2, "1f1b")],
     "llama": [(2, "zb-v"), (4, "1f1b")],
     "llama, tied": [(2, "1f1b"), (4, "1f1b")],
     "bert": [(2, "1f1b")],
@@ -132,6 +141,8 @@ def test_it_trains_as_in_one_process(mesh: Mesh, name: str, schedule: str) -> No
     own = dict(model.named_parameters())
     assert {id(parameter) for parameter in own.values()} == {id(parameter) for parameter in pipe.parameters()}
     assert 0 < len(own) < len(named)
+    if "twice" in name:
+        assert {each for each in named if id(named[each]) in tied and ".6." not in each} <= own.keys()
 
     state = torch.get_rng_state()
     expected = steps(single, batches, optimizers[1])
