@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipework.planning.balance import balance_by_size, balance_by_time
     from pipework.planning.measuring.plan_model import plan
     from pipework.planning.plan import Plan
+    from pipework.runtime.host_optimizer import HostOptimizer
     from pipework.saving import Checkpoint, load_checkpoint, save_checkpoint
     from pipework.skip import pop, skippable, stash
     from pipework.tracebacks import PipeWarning
@@ -30,7 +31,7 @@ __all__ = [
     "Pipe", "PipeSequential", "PipeWarning", "PipelineError", "attach", "to_sequential",
     "Chunk", "NoChunk", "MicroBatches", "WithDevice", "skippable", "stash", "pop",
     "partition_model", "balance_by_size", "balance_by_time", "plan", "Plan",
-    "init", "Mesh", "convert_deferred_batch_norm",
+    "init", "Mesh", "convert_deferred_batch_norm", "HostOptimizer",
     "save_checkpoint", "load_checkpoint", "Checkpoint", "save_pretrained", "load_pretrained", "__version__",
 ]  # fmt: skip
 
@@ -47,6 +48,7 @@ _HOMES: Final = {
     "planning.balance": ("balance_by_size", "balance_by_time"),
     "planning.measuring.plan_model": ("plan",),
     "planning.plan": ("Plan",),
+    "runtime.host_optimizer": ("HostOptimizer",),
     "saving": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
     "skip": ("pop", "skippable", "stash"),
     "tracebacks": ("PipeWarning",),

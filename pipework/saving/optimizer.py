@@ -40,9 +40,9 @@ def _is_zero(optimizer: Any) -> bool:
     return hasattr(optimizer, "consolidate_state_dict") and hasattr(optimizer, "optim")
 
 
-def _inner(optimizer: Any) -> Any:
-    """The optimizer that has the state."""
-    return optimizer.optim if _is_zero(optimizer) else optimizer
+def _class_name(optimizer: Any) -> str:
+    """The class whose step it is; that of a `ZeroRedundancyOptimizer` or a `HostOptimizer` is inside."""
+    return type(getattr(optimizer, "optim", optimizer)).__name__
 
 
 def split_by_stage(optimizer: Optimizer | None, stages: Stages, shard: int) -> dict[int, OptimizerShard]:
@@ -70,7 +70,7 @@ def split_by_stage(optimizer: Optimizer | None, stages: Stages, shard: int) -> d
     parts = {}
     for number, known in names.items():
         groups: list[Any] = []
-        values = {"optimizer": type(_inner(optimizer)).__name__, "groups": groups, "state": {}}
+        values = {"optimizer": _class_name(optimizer), "groups": groups, "state": {}}
         part = parts[number] = OptimizerShard(values, NamedTensors())
         codec = JsonCodec(put=part.tensors.put)
         for index, group in enumerate(state["param_groups"]):
@@ -111,10 +111,13 @@ class Restored:
     def _put_dtypes_back(self) -> None:
         """Restores dtypes: `load_state_dict` casts state tensors to their parameter's dtype."""
         parameters = _by_index(self.optimizer, self.state)
+        with_state: Any = self.optimizer
+        if _is_zero(with_state):
+            with_state = with_state.optim
         for index, remembered in self.state["state"].items():
             if remembered is None:  # another replica has the state
                 continue
-            now = _inner(self.optimizer).state[parameters[index]]
+            now = with_state.state[parameters[index]]
             for key, value in remembered.items():
                 if isinstance(value, torch.Tensor) and isinstance(now.get(key), torch.Tensor):
                     now[key] = now[key] if now[key].dtype == value.dtype else value.to(now[key].device)
@@ -139,7 +142,7 @@ def restore(
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
     refuse_foreign(optimizer, names)
-    kind, saved = type(_inner(optimizer)).__name__, _Saved(parts)
+    kind, saved = _class_name(optimizer), _Saved(parts)
     if saved.kinds - {kind}:
         raise UnfitError(
             f"the checkpoint has the state of {' and '.join(sorted(saved.kinds))}, and the optimizer is "

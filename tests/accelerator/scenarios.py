@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipework import Pipe, pop, skippable, stash
+from pipework import HostOptimizer, Pipe, pop, skippable, stash
 from pipework.runtime.graphs import captures
 from pipework.runtime.random import unseen_draws
 from pipework.runtime.random.kernels import DeviceGenerator
@@ -454,6 +454,20 @@ def seed_without_default_generators() -> list[Tensor]:
         module.default_generators = generators
 
 
+def step_on_the_host() -> list[Tensor]:
+    """Steps of an optimizer whose state is on the host; gradients are computed just before, and freed just after."""
+    parameters = [nn.Parameter(torch.full((WIDTH, WIDTH), 0.5, device=f"sim:{number}")) for number in (0, 1, 0)]
+    optimizer = HostOptimizer(parameters, torch.optim.AdamW, lr=0.1, fused=True)
+    results = []
+    for step in range(3):
+        for parameter in parameters:
+            (parameter.cumsum(step % 2) * parameter).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results += [(parameter.detach() * 2).cumsum(0) for parameter in parameters]
+    return results
+
+
 SCENARIOS: dict[str, Callable[[], list[Tensor]]] = {
     "loss outside, two devices": lambda: train(["sim:0", "sim:1"], "gpipe", "always", inside=False),
     "loss inside, two workers on one device": lambda: train(["sim:0", "sim:0"], "1f1b", "except_last"),
@@ -470,6 +484,7 @@ SCENARIOS: dict[str, Callable[[], list[Tensor]]] = {
     "streams of the caller's own": lambda: call_on_own_streams(["sim:0", "sim:1"]),
     "streams of the caller's own, and the CPU": lambda: call_on_own_streams(["cpu", "sim:1"]),
     "streams of the caller's own, captured": lambda: replay_on_own_streams(["sim:0", "sim:1"]),
+    "an optimizer on the host": step_on_the_host,
     "a failure": lambda: fail(["sim:0", "sim:1"]),
     "no default generators": seed_without_default_generators,
     "evaluation": lambda: evaluate(["sim:0", "sim:1"]),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipework import Pipe
+from pipework import HostOptimizer, Pipe
 from pipework.saving.files import Checksum
 
 BALANCES = {4: [2, 2, 2, 2], 3: [3, 2, 3], 2: [5, 3], 1: [8]}
@@ -76,6 +76,7 @@ OPTIMIZERS = {
     "adafactor": lambda pipe: torch.optim.Adafactor(pipe.parameters(), lr=0.01),
     "rprop": lambda pipe: torch.optim.Rprop(pipe.parameters(), lr=0.01),
     "groups": lambda pipe: torch.optim.AdamW(groups(pipe), lr=0.01),
+    "host": lambda pipe: HostOptimizer(groups(pipe), torch.optim.AdamW, lr=0.01, fused=True),
     "named": lambda pipe: torch.optim.AdamW(pipe.named_parameters(), lr=0.01),
 }
 

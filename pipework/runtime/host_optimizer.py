@@ -1,0 +1,226 @@
+"""An optimizer whose state lies in host memory and whose step runs on the CPU, for parameters on accelerators.
+
+Each parameter comes to the host with its gradient, its step runs there, and it goes back. Each way has a stream:
+
+    device to host   | p0 g0 | p1 g1 | p2 g2 |
+    CPU                      | step 0 | step 1 | step 2 |
+    host to device                    |  p0  |   |  p1  |   |  p2  |
+
+Only the state stays on the host. A copy of the parameters that stayed there, too, would save a third of the copies,
+but would be outdated when a checkpoint is loaded or weights are averaged, and the next step would undo the change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+from torch.optim import Optimizer
+
+from pipework.runtime.device import is_accelerator
+from pipework.values.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+Group: TypeAlias = dict[str, Any]
+
+_AHEAD: Final = 2**28
+"""Bytes of parameters that are on their way to the host, or wait there, at one time."""
+
+
+class HostOptimizer(Optimizer):
+    """Runs an optimizer of PyTorch's on the CPU, with its state in host memory.
+
+    Gradients are read in `step()`: clip them, unscale them and accumulate them as with the optimizer itself. Learning
+    rate schedulers, `zero_grad` and state dicts are those of the optimizer itself, so a checkpoint of one fits the
+    other. The numbers are those of the optimizer on the CPU, bit for bit; `fused=True` makes AdamW, Adam, SGD and
+    Adagrad several times faster there.
+
+    Args:
+        params: parameters on any devices, or groups of parameters, as for every optimizer.
+        optimizer_class: such as `torch.optim.AdamW`. Its step of a parameter depends on that parameter alone.
+        options: arguments of this class.
+
+    Attributes:
+        optim: the optimizer that computes.
+
+    Raises:
+        TypeError: the step of a parameter depends on other parameters, as in `torch.optim.LBFGS` or an optimizer that
+            clips gradients itself; or a parameter is a DTensor.
+
+    Example:
+        >>> from torch import nn
+        >>> from pipework import HostOptimizer, Pipe
+        >>> pipe = Pipe(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), chunks=2, balance=[1, 1], devices=["cpu"] * 2)
+        >>> optimizer = HostOptimizer(pipe.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+        >>> pipe(torch.randn(6, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[pipe[0].weight]["exp_avg"].device
+        device(type='cpu')
+    """
+
+    def __init__(self, params: Any, optimizer_class: Callable[..., Optimizer], **options: Any) -> None:
+        self._begin(params, optimizer_class, options)
+        for group in self.param_groups:
+            _refuse_dependent(optimizer_class, group, options)
+
+    def _begin(self, params: Any, optimizer_class: Callable[..., Optimizer], options: dict[str, Any]) -> None:
+        super().__init__(params, {})
+        self.optim = optimizer_class([_without_memory(group) for group in self.param_groups], **options)
+        self.defaults = self.optim.defaults
+        self._take_over()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has."""
+        return {**super().__getstate__(), "optim": self.optim}
+
+    def add_param_group(self, param_group: Group) -> None:
+        """See `torch.optim.Optimizer`."""
+        super().add_param_group(param_group)
+        if any(is_dtensor(parameter) for parameter in param_group["params"]):
+            del self.param_groups[-1]
+            raise TypeError(
+                "HostOptimizer copies whole parameters, and got a DTensor, of which this process has a part: give it "
+                "parameters of layers that are not sharded, and the others an optimizer of their own"
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the state of an optimizer of this kind, whose parameters may be on any device."""
+        self.optim.param_groups = [_without_memory(group) for group in self.param_groups]
+        self.optim.load_state_dict(state_dict)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Takes options and state of the optimizer inside, which knows stand-ins of the parameters."""
+        inside, self.optim.param_groups = self.optim.param_groups, []
+        of_stand_in = dict(zip(_parameters(inside), _parameters(self.param_groups), strict=True))
+        self.param_groups = [
+            {**group, "params": own["params"]} for group, own in zip(inside, self.param_groups, strict=True)
+        ]
+        self.state = defaultdict(dict, {of_stand_in.get(key, key): each for key, each in self.optim.state.items()})
+        self.optim.state = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes one step. What is launched afterwards on the current streams sees the new parameters.
+
+        Args:
+            closure: computes the loss again; see `torch.optim.Optimizer`.
+
+        Returns:
+            What the closure has returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        links: dict[torch.device, _HostLink] = {}
+        try:
+            for group, parameter, link, copies in self._copied(links):
+                on_host = link.arrived(*copies)
+                state = defaultdict(dict, {on_host: self.state[parameter]} if parameter in self.state else {})
+                self.optim.param_groups, self.optim.state = [{**group, "params": [on_host]}], state
+                self.optim.step()
+                if on_host in state:
+                    self.state[parameter] = state[on_host]
+                link.give_back(on_host, parameter)
+        finally:
+            self.optim.param_groups, self.optim.state = [], defaultdict(dict)
+            for link in links.values():
+                link.end()
+        return loss
+
+    def _copied(self, links: dict[torch.device, _HostLink]) -> Iterator[tuple[Group, Tensor, _HostLink, Any]]:
+        """The parameters with gradients, one after the other, while the next ones are copied."""
+        ahead: deque[tuple[Group, Tensor, _HostLink, Any]] = deque()
+        size = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.device not in links:
+                    links[parameter.device] = _HostLink(parameter.device)
+                link = links[parameter.device]
+                ahead.append((group, parameter, link, link.fetch(parameter)))
+                size += parameter.nbytes
+                while size > _AHEAD:
+                    size -= ahead[0][1].nbytes
+                    yield ahead.popleft()
+        while ahead:
+            yield ahead.popleft()
+
+
+class _HostLink:
+    """Copies between a device and pinned host memory during one step; on the CPU there is nothing to copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._current = torch.accelerator.current_stream(device) if is_accelerator(device) else None
+        if self._current is not None:
+            self._down, self._up = torch.Stream(device), torch.Stream(device)
+            self._down.wait_stream(self._current)  # the gradients are there, and nothing reads the parameters any more
+
+    def fetch(self, parameter: Tensor) -> tuple[Tensor, torch.Event | None]:
+        """Starts to copy a parameter and its gradient to the host."""
+        if self._current is None:
+            return parameter, None
+        stream = self._down
+        with stream:
+            on_host, on_host.grad = _pinned_copy(parameter), _pinned_copy(parameter.grad)
+            return on_host, stream.record_event()
+
+    def arrived(self, on_host: Tensor, event: torch.Event | None) -> Tensor:
+        """Waits on the host until the copies are there."""
+        if event is not None:
+            event.synchronize()
+        return on_host
+
+    def give_back(self, on_host: Tensor, parameter: Tensor) -> None:
+        """Starts to copy a parameter back. PyTorch keeps pinned memory until a copy from it has ended."""
+        if self._current is not None:
+            with self._up:
+                parameter.copy_(on_host, non_blocking=True)
+
+    def end(self) -> None:
+        """The current stream waits for the copies."""
+        if self._current is not None:
+            self._current.wait_stream(self._up)
+
+
+def _pinned_copy(tensor: Any) -> Tensor:
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def _parameters(groups: list[Group]) -> Iterator[Tensor]:
+    return itertools.chain.from_iterable(group["params"] for group in groups)
+
+
+def _without_memory(group: Group) -> Group:
+    """The group with tensors on the CPU in place of the parameters: of the same shapes, without their memory."""
+    return {**group, "params": [torch.empty((), dtype=each.dtype).expand(each.shape) for each in group["params"]]}
+
+
+def _refuse_dependent(optimizer_class: Callable[..., Optimizer], group: Group, options: dict[str, Any]) -> None:
+    """Raises a TypeError if some steps on two small parameters together give other numbers than one by one."""
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    together, alone = ([torch.full((2, 2), value) for value in (1.0, 2.0)] for _ in range(2))
+    plain = optimizer_class([{**settings, "params": together}], **options)
+    own = HostOptimizer.__new__(HostOptimizer)
+    own._begin([{**settings, "params": alone}], optimizer_class, options)
+    for step in range(3):
+        for number, parameter in enumerate(together + alone):
+            parameter.grad = torch.full((2, 2), 50.0 * (1 + step + number % 2))
+        plain.step()
+        own.step()
+    if not all(map(torch.equal, together, alone)):
+        raise TypeError(
+            f"the step of {type(plain).__name__} with these options is another one if it runs parameter by parameter, "
+            "as HostOptimizer runs it: the step uses a norm, a count or an estimate over several parameters, or random "
+            "numbers. Take a class and options that treat each parameter on its own, such as torch.optim.AdamW, and "
+            "clip gradients before the step"
+        )
