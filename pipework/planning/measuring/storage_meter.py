@@ -12,6 +12,7 @@ from torch import Tensor
 from pipework import torch_private
 from pipework.autograd.weight_split.detached_graph import tensors_among
 from pipework.runtime.device import is_accelerator
+from pipework.runtime.host_optimizer import HostOptimizer
 from pipework.torch_private import memory_key
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def optimizer_bytes(
 
     Args:
         optimizer: of these and other parameters; it stays as it is. A number: so many numbers are kept for each
-            parameter. None: there is none.
+            parameter. None: there is none. A `HostOptimizer` holds nothing on an accelerator.
         stages: the parameters of each stage on the device.
         device: where they lie.
 
@@ -143,9 +144,9 @@ def optimizer_bytes(
         twins |= {id(parameter): _twin(parameter) for parameter in own}
         if own:
             groups.append({**group, **_as_on(device, group), "params": [twins[id(parameter)] for parameter in own]})
-    if not groups:
+    if not groups or (isinstance(optimizer, HostOptimizer) and is_accelerator(device)):
         return [0] * len(trained), 0
-    kind: Any = type(optimizer)
+    kind: Any = type(optimizer.optim if isinstance(optimizer, HostOptimizer) else optimizer)
     meter = StorageMeter(torch.device("meta"))
     try:
         copy = kind(groups)

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipework.planning.measuring import storage_meter
 from pipework.planning.measuring.storage_meter import StorageMeter, optimizer_bytes
+from pipework.runtime.host_optimizer import HostOptimizer
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -106,6 +107,17 @@ def test_the_state_is_that_of_a_real_step(make: Any) -> None:
     assert optimizer_bytes(optimizer, [[*module[2].parameters()]], CPU) == ([0], 0)  # which are not trained
     assert optimizer_bytes(None, stages, CPU) == ([0, 0], 0)
     assert optimizer_bytes(1.5, stages[:1], CPU) == ([1.5 * 4 * 17 * 32], 0)
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)])
+def test_an_optimizer_on_the_host_holds_nothing_elsewhere(where: str) -> None:
+    device = torch.accelerator.current_accelerator() if where == "accelerator" else CPU
+    assert device is not None
+    stages = [[*layers().to(device).parameters()]]
+    predicted = optimizer_bytes(HostOptimizer(stages[0], torch.optim.AdamW), stages, device)
+    assert predicted == (
+        ([0], 0) if where == "accelerator" else optimizer_bytes(torch.optim.AdamW(stages[0]), stages, CPU)
+    )
 
 
 def test_an_optimizer_that_cannot_be_tried_is_refused_with_what_to_do() -> None:
