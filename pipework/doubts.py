@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pipework.autograd.nodes import UndeliveredLosses
-from pipework.model.loss.check import loss_warnings
+from pipework.model.loss.check import Pairs, loss_warnings
 from pipework.model.loss.settings import may_be_other
 from pipework.model.marks import MIXED
 from pipework.model.row_warnings import IGNORE, OutputRows, batch_second_noticed, modules_with_batch_second
-from pipework.spot_checks import FIRST
+from pipework.spot_checks import FIRST, is_checked
 
 if TYPE_CHECKING:
     import threading
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pipework.runtime.step import Step
     from pipework.runtime.transport import Message
 
-_PADDING_CHECKS: Final = 16  # mini-batches in which padded targets are looked for
 _ONE_ROW: Final = 2  # mini-batches of one row, of which one alone may be a trial
 
 
@@ -40,27 +39,38 @@ class Doubts:
 
     def __init__(self, *, warns: bool) -> None:
         self.warns = warns
-        self._padding_checks = _PADDING_CHECKS
+        self._checks_loss, self._of_targets, self._pairs = True, 0, Pairs()
         self._scaler_checks = FIRST
         self._undelivered = UndeliveredLosses()
         self.expect_new_layers()
 
     def expect_new_layers(self) -> None:
-        """The next mini-batch that is cut shows how the layers treat rows, and whether the loss is a mean of rows."""
-        self._checks_inputs = self._checks_loss = self._checks_outputs = True
+        """The next mini-batches that are cut show how the layers treat rows, and whether the loss is a mean of rows."""
+        self._checks_inputs = self._checks_outputs = True
+        self._of_targets = min(self._of_targets, FIRST - 1)
+        self._pairs = Pairs()
         self._of_one_row = 0
         self._output_rows = OutputRows()
 
-    def of_targets(self, batch: MiniBatch, settings: LossSettings) -> list[Any] | None:
-        """Looks at the padding of targets. Returns a list for what `of_loss` looks at, see `InnerLoss.seen`."""
-        if not self.warns or batch.targets is None:
+    def of_targets(self, batch: MiniBatch, settings: LossSettings, *, graphs: bool) -> dict[int, Any] | None:
+        """Looks at the padding of targets. Returns a dict for what `of_loss` looks at, see `InnerLoss.seen`.
+
+        Args:
+            batch: whose targets are cut.
+            settings: of the loss.
+            graphs: whether later steps are replays of graphs, which show nothing.
+        """
+        if not self.warns or not self._checks_loss or batch.targets is None:
             return None
-        if self._padding_checks > 0:
-            self._padding_checks -= 1
-            if (text := settings.padding_warning(batch.targets, batch.weighing)) is not None:
-                batch.warnings.append(text)
-                self._padding_checks, self._checks_loss = 0, False  # the loss of both is told by one text
-        return [] if batch.shows_rows and self._checks_loss and may_be_other(settings.loss_fn) else None
+        if (text := settings.padding_warning(batch.targets, batch.weighing)) is not None:
+            batch.warnings.append(text)
+            self._checks_loss = False  # the loss is told by the same text
+        elif batch.shows_rows and may_be_other(settings.loss_fn):
+            number, self._of_targets = self._of_targets, self._of_targets + 1
+            if number < FIRST if graphs else is_checked(number):
+                pair = self._pairs.choose(batch.targets)
+                return None if pair is None else dict.fromkeys(pair)
+        return None
 
     def of_one_row(self, batch: MiniBatch, chunks: int) -> None:
         """Looks whether the first mini-batches are one row each, so that nothing is pipelined."""
@@ -90,8 +100,9 @@ class Doubts:
     def of_loss(self, batch: MiniBatch, settings: LossSettings) -> None:
         """Looks whether the loss of two micro-batches together is what the pipe makes of the loss of each."""
         assert batch.loss is not None
-        batch.warnings += loss_warnings(settings, batch.loss, batch.rows)
-        self._checks_loss &= not (self.warns and batch.shows_rows)
+        found = loss_warnings(settings, batch.loss, batch.rows)
+        self._checks_loss &= not found
+        batch.warnings += found
 
     def of_backward(self, batch: MiniBatch, shared: LossInside) -> None:
         """Looks whether any of the first losses was brought backward."""

@@ -1,8 +1,14 @@
 """Whether a loss function of the user's own is what the pipe takes it for: a mean, weighed as the pipe does, or a sum.
 
-After the first mini-batch the function is called once more, with the outputs and targets of two micro-batches
-together. If it can be computed in parts, that is the weighted mean, or the sum, of its values for each of them. The
-root of a mean and a contrastive loss are neither.
+After some mini-batches the function is called once more, with the outputs and targets of two micro-batches together. If
+it can be computed in parts, that is the weighted mean, or the sum, of its values for each of them. The root of a mean
+and a contrastive loss are neither. A mean that leaves padding out is not, either, where one of the two has more padding
+than the other, so the two are those whose targets differ most:
+
+    micro-batch              0          1          2          3
+    targets               5 2 0 7    3 1 4 6    2 0 0 0    1 8 8 0
+    share of the least      1/4        1/4        3/4        1/4     2 differs most
+    share of the greatest   1/4        1/4        1/4        2/4     3 differs less
 """
 
 from __future__ import annotations
@@ -12,12 +18,13 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipework import torch_private
 from pipework.model.row_warnings import IGNORE
 from pipework.runtime.random.unseen_draws import generators_left_alone
+from pipework.runtime.stage.loss import MOST_BYTES
 from pipework.values import nested
 from pipework.values.nested import same
 
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
     from pipework.runtime.stage.loss import InnerLoss, SeenLoss
     from pipework.runtime.transport import Message
 
+_SOME: Final = 2**12  # targets of a micro-batch among which the most frequent value is looked for
 _SUM: Final = 'It seems to be a sum: give Pipe loss_reduction="sum"'
 
 
@@ -41,23 +49,75 @@ def loss_warnings(settings: LossSettings, loss: InnerLoss, rows: Sequence[int]) 
         loss: of the mini-batch; what it has seen is dropped.
         rows: of the micro-batches.
     """
-    seen, loss.seen = loss.seen or [], None
+    pair, loss.seen = loss.seen or {}, None
+    numbers, seen = sorted(pair), [each for _, each in sorted(pair.items()) if each is not None]
     if len(seen) == 2 and not torch_private.modes():  # a mode of the caller's may count calls
         # The step has succeeded, whatever the function makes of outputs that no layer has returned.
         with contextlib.suppress(Exception), torch.no_grad(), generators_left_alone([seen[0].value.device], 0):
-            found = _warning(settings, loss, seen, rows)
+            found = _warning(settings, loss, numbers, seen, [rows[number] for number in numbers])
             return [] if found is None else [found]
     return []
 
 
-def _warning(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], rows: Sequence[int]) -> str | None:
+class Pairs:
+    """Chooses the two micro-batches, whose targets differ in what a loss may leave out.
+
+    That is a value of many targets: the least (-100, -1, NaN), the greatest (255, the last token), 0, or the most
+    frequent. A pair that shows nothing new is not worth a call.
+
+    Example:
+        >>> pairs = Pairs()
+        >>> targets = [((torch.tensor(each),), None) for each in ([1, 2, 3], [2, 3, 1], [0, 0, 2])]
+        >>> pairs.choose(targets), pairs.choose(targets)
+        ((0, 2), None)
+    """
+
+    def __init__(self) -> None:
+        self._known: list[float] = []  # by value, how much the shares of it differed in a pair so far
+
+    def choose(self, targets: Sequence[Message]) -> tuple[int, int] | None:
+        """The pair that differs most beyond those so far; None: none does.
+
+        Args:
+            targets: of two or more micro-batches, cut along rows. On an accelerator the host waits for them.
+        """
+        columns = list(zip(*(tensors for tensors, _ in targets), strict=True))
+        shares = [each for column in columns for each in _shares(column)]
+        is_first, self._known = not self._known, self._known or [0.0] * (len(shares) + 1)
+        gains = [max(each) - min(each) - known for each, known in zip(shares, self._known, strict=False)]
+        if max(gains, default=0.0) <= 0.0:
+            return (0, 1) if is_first else None
+        most = shares[gains.index(max(gains))]
+        one, other = sorted((most.index(max(most)), most.index(min(most))))
+        pairs = zip(shares, self._known, strict=False)
+        self._known = [max(known, abs(each[one] - each[other])) for each, known in pairs]
+        return one, other
+
+
+def _shares(column: Sequence[Tensor]) -> list[list[float]]:
+    """Of four values, how large a part of each micro-batch's target they are."""
+    plain = all(type(each) is Tensor and each.layout is torch.strided and each.numel() for each in column)
+    if not plain or column[0].is_complex() or column[0].nbytes > MOST_BYTES:
+        return [[0.0] * len(column)] * 4
+    # Without NaN, and without bytes, which would wrap around.
+    flat = [t.flatten().float().nan_to_num(-math.inf) if t.is_floating_point() else t.flatten().long() for t in column]
+    some = torch.cat([each[:: 1 + len(each) // _SOME] for each in flat]).cpu()
+    least, greatest = (torch.stack([getattr(each, name)() for each in flat]) for name in ("min", "max"))
+    values = torch.stack([least.min(), greatest.max(), torch.zeros_like(least[0]), some.mode().values.to(least)])
+    found: list[list[float]] = torch.stack([(each == values[:, None]).float().mean(1) for each in flat], 1).tolist()
+    return found
+
+
+def _warning(
+    settings: LossSettings, loss: InnerLoss, places: Sequence[int], seen: Sequence[SeenLoss], rows: Sequence[int]
+) -> str | None:
     one, other = (each.value.item() for each in seen)
     outputs = _joined(seen[0].output, seen[1].output, [False] * len(seen[0].output[0]), rows)
     shared = [here == there for here, there in zip(seen[0].places, seen[1].places, strict=True)]
     whole = _called(loss.function, outputs, _joined(seen[0].target, seen[1].target, shared, rows))
     taken = one + other
     if loss.weights is not None and settings.loss_reduction == "mean":
-        shares = [float(weight) for weight in loss.weights[:2]]
+        shares = [float(loss.weights[place]) for place in places]
         taken = (shares[0] * one + shares[1] * other) / sum(shares)
     numbers = (whole, taken, one, other)
     least = _tolerance(seen[0]) * max(0.01, *map(abs, numbers))  # a loss near 0 is a difference of larger numbers
@@ -73,20 +133,20 @@ def _warning(settings: LossSettings, loss: InnerLoss, seen: Sequence[SeenLoss], 
     if abs(whole - one - other) <= least < min(abs(one), abs(other)):
         advice = f"{_SUM} and no loss_weight="
     return (
-        f"{loss.source} is no {weighed}: for the first two micro-batches together ({rows[0] + rows[1]} rows) it gives "
-        f"{whole:.6g}, and its values for each, {one:.6g} and {other:.6g}, make {taken:.6g} in the pipe. So loss and "
-        f"gradients are not those of the whole mini-batch. {advice}; any other function of the whole batch belongs "
-        "outside of the pipe: schedule='gpipe', and the loss of pipe(x). pipe.verify(x, target=y) compares everything. "
+        f"{loss.source} is no {weighed}: for micro-batches {places[0]} and {places[1]} together ({rows[0] + rows[1]} "
+        f"rows) it gives {whole:.6g}, and its values for each, {one:.6g} and {other:.6g}, make {taken:.6g} in the pipe."
+        f" So loss and gradients are not those of the whole mini-batch. {advice}; any other function of the whole batch "
+        "belongs outside of the pipe: schedule='gpipe', and the loss of pipe(x). pipe.verify(x, target=y) compares all. "
         f"Otherwise {IGNORE}"
     )
 
 
 def _joined(one: Message, other: Message, shared: Sequence[bool], rows: Sequence[int]) -> Any:
-    """The outputs or targets of the first two micro-batches, joined along rows.
+    """The outputs or targets of two micro-batches, joined along rows.
 
     Args:
-        one: of the first micro-batch.
-        other: of the second.
+        one: of the one micro-batch.
+        other: of the other.
         shared: for each tensor, whether both micro-batches got all of it.
         rows: of the micro-batches.
 

@@ -26,7 +26,6 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipework.runtime.stage.loss import SeenLoss
     from pipework.runtime.transport import Message
 
 IGNORED: Final = -100  # PyTorch's default, which tokenizers and data collators use, too
@@ -256,7 +255,6 @@ class LossSettings:
         grad: bool,
         keeps_output: bool,
         loss_scale: float | Tensor = 1.0,
-        seen: list[SeenLoss] | None = None,
     ) -> InnerLoss:
         """The loss that the last stage computes for one mini-batch.
 
@@ -267,7 +265,6 @@ class LossSettings:
             grad: whether gradients are needed.
             keeps_output: whether the output is returned, too.
             loss_scale: of the call, see `checked_scale`.
-            seen: see `InnerLoss`.
         """
         weights = None
         if targets is not None and self.loss_reduction == "mean":
@@ -278,7 +275,7 @@ class LossSettings:
         scaler = self.grad_scaler
         if scaler is not None and grad:  # on an accelerator a tensor, for whose value the host does not wait
             factor = scaler.scale(torch.ones((), device=device)) if is_accelerator(device) else scaler.get_scale()
-        return InnerLoss(self.loss_fn, weights, factor, keeps_output, len(rows), seen)
+        return InnerLoss(self.loss_fn, weights, factor, keeps_output, len(rows))
 
     def _amounts(self, targets: Sequence[Message], rows: Sequence[int]) -> Sequence[float] | Tensor:
         """How much each micro-batch weighs; known before the first action, since a backward may come early."""
@@ -321,7 +318,9 @@ class LossSettings:
         ignored = bound.get("ignore_index", getattr(function, "ignore_index", IGNORED))
         for column in zip(*(tensors for tensors, _ in targets), strict=False):
             if all(type(each) is torch.Tensor and each.dtype is torch.int64 and each.is_cpu for each in column):
-                counts = [int((each == ignored).sum()) for each in column]
+                there = torch.cat([each.flatten() for each in column]) == ignored  # once: this is done in each step
+                parts = there.split([each.numel() for each in column]) if there.any() else ()
+                counts = [int(part.sum()) for part in parts] or [0] * len(column)
                 if any(count * rows[0] != counts[0] * own for count, own in zip(counts, rows, strict=True)):
                     return (
                         f"targets have the value {ignored}, which losses leave out of their mean, and micro-batches "

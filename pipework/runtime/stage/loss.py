@@ -54,7 +54,7 @@ class InnerLoss:
         seed_scale: gradients carry this factor, so that small ones survive in float16; a tensor as for a weight.
         keeps_output: whether the output is returned with the loss.
         micro_batches: their number.
-        seen: a list that gets the first two micro-batches; None: nothing is kept in this mini-batch.
+        seen: gets some micro-batches, whose numbers it has; None: nothing is kept in this mini-batch.
     """
 
     function: Callable[[Any, Any], Tensor] | None
@@ -62,7 +62,7 @@ class InnerLoss:
     seed_scale: float | Tensor = 1.0
     keeps_output: bool = False
     micro_batches: int = 1
-    seen: list[SeenLoss] | None = None
+    seen: dict[int, SeenLoss | None] | None = None
 
     @cached_property
     def counted(self) -> frozenset[int]:
@@ -226,8 +226,8 @@ class LossRun:
             grad: whether gradients are wanted.
         """
         loss, value = self._loss, output
-        # Nothing is kept of further micro-batches, nor of a recomputation.
-        is_seen = loss.seen is not None and micro_batch == len(loss.seen) < 2
+        # Nothing is kept of other micro-batches, nor of a recomputation.
+        is_seen = loss.seen is not None and loss.seen.get(micro_batch, loss) is None
         given = self._copied(output, target) if is_seen else None
         if loss.function is not None:
             if enter_stream is not None:
@@ -242,7 +242,7 @@ class LossRun:
         if grad and not value.requires_grad and self._stage.training:
             self._see_detached(output, micro_batch)
         if given is not None and loss.seen is not None:
-            loss.seen.append(SeenLoss(*given, value.detach()))
+            loss.seen[micro_batch] = SeenLoss(*given, value.detach())
         if not loss.keeps_output:
             return (part,), None
         tensors, structure = nested.flatten(output)

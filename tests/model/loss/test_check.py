@@ -54,12 +54,15 @@ def test_functions_of_the_whole_batch(name: str, grad: bool) -> None:
     with expected as seen, torch.set_grad_enabled(grad):
         pipe(x, target=x)
     assert [each.filename for each in seen] == [__file__]
-    numbers = re.search(r"it gives ([-\d.]+), .* make ([-\d.]+) in the pipe\.", str(seen[0].message))
+    form = r"micro-batches (\d) and (\d) together .* it gives ([-\d.]+), .* make ([-\d.]+) in the pipe\."
+    numbers = re.search(form, str(seen[0].message))
     assert numbers is not None
-    output = nn.Sequential(*pipe)(x)
-    parts = [OTHER[name](output[rows], x[rows]).item() for rows in (slice(4), slice(4, 8))]
-    assert float(numbers[1]) == pytest.approx(OTHER[name](output[:8], x[:8]).item(), rel=1e-5)
-    assert float(numbers[2]) == pytest.approx(sum(parts) / 2, rel=1e-5)
+    pairs = list(zip(nn.Sequential(*pipe)(x).split(4), x.split(4), strict=True))
+    one, other = (pairs[int(number)] for number in numbers.groups()[:2])
+    parts = [OTHER[name](*each).item() for each in (one, other)]
+    together = map(torch.cat, zip(one, other, strict=True))
+    assert float(numbers[3]) == pytest.approx(OTHER[name](*together).item(), rel=1e-5)
+    assert float(numbers[4]) == pytest.approx(sum(parts) / 2, rel=1e-5)
     pipe(x, target=x).backward()  # warnings are errors
 
 
@@ -123,6 +126,36 @@ def test_right_programs(name: str, rows: int) -> None:
         "dict": {"y": torch.randn(rows, 4), "name": "rows"},
     }[kind]
     pipe_of(loss_fn)(torch.randn(rows, 4), target=target)
+
+
+LEFT_OUT: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "the least": (-1, lambda target: target >= 0),
+    "the greatest": (9, lambda target: target < 9),
+    "zero": (0, lambda target: target != 0),
+    "the most frequent": (2, lambda target: target != 2),
+    "NaN": (math.nan, lambda target: ~target.isnan()),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+@pytest.mark.parametrize(("batch", "first"), [(0, 10), (2, 3), (31, 12)])
+def test_padding_in_any_micro_batch_and_later_mini_batches(name: str, batch: int, first: int) -> None:
+    """Neither the first two micro-batches nor the first mini-batch need have it."""
+    mark, counts = LEFT_OUT[name]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output[:, 0] - target).square()[counts(target)].sum() / counts(target).sum().clamp(min=1)
+
+    pipe, y = pipe_of(loss_fn), 1 + torch.arange(16) % 4
+    y = (y.float() if math.isnan(mark) else y).where(counts(y), y.new_tensor(3))
+    for _ in range(batch):
+        pipe(rows_of(16), target=y).backward()
+    y[first : first + 3] = mark
+    with pytest.warns(PipeWarning, match=rf"for micro-batches .*{first // 4}.* over something else, give Pipe"):
+        pipe(rows_of(16), target=y)
+    pipe(rows_of(16), target=y).backward()  # warnings are errors
+    counted = pipe_of(loss_fn, loss_weight=lambda target: counts(target).sum())
+    counted(rows_of(16), target=y).backward()
 
 
 def test_padding_and_a_weight() -> None:
