@@ -104,7 +104,7 @@ def attach(
     devices: Sequence[int | str | torch.device] | None = None,
     schedule: str | Schedule | ScheduleSpec = "1f1b",
     grad_scaler: torch.amp.GradScaler | None = None,
-    deferred_batch_norm: bool = False,
+    deferred_batch_norm: bool | None = None,
     outputs: Literal["last", "all"] = "all",
     mesh: Mesh | DeviceMesh | None = None,
     check: bool = True,

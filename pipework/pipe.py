@@ -15,7 +15,7 @@ from pipework.assignment.partition import split_layers
 from pipework.backend import Backend, PipeSpec, StepCall
 from pipework.doubts import Doubts
 from pipework.executor import Executor
-from pipework.model.batchnorm import convert_deferred_batch_norm
+from pipework.model.batchnorm import convert_deferred_batch_norm, doubt_about_statistics
 from pipework.model.layers import Layers, refuse_own_behaviour
 from pipework.model.materialize import on_meta
 from pipework.model.sequential import tuple_rule
@@ -63,7 +63,8 @@ class Pipe(Layers):
             'except_last' or 'never'. Training mode only. A `Schedule` of your own with ``R`` says it itself, for each
             stage; leave this out then.
         deferred_batch_norm: batch norms take their running statistics from the whole mini-batch instead of from each
-            micro-batch in turn (see `DeferredBatchNorm`, which replaces them in `module`).
+            micro-batch in turn (see `DeferredBatchNorm`, which replaces them in `module`). None: they do not, and a
+            warning says so.
         balance: how many layers each partition has. None: as the layers lie on devices already, else chosen by their
             cost.
         devices: one for each worker, which holds one partition, or several if the schedule is one of those; numbers
@@ -75,8 +76,8 @@ class Pipe(Layers):
             `Schedule` of your own, or a `ScheduleSpec` that makes one of any size. All but 'gpipe' and 'looped-bfs'
             need the loss inside, `pipe(x, target=y)`.
         loss_fn: from the output and the target of a micro-batch to its loss, a 0-dimensional tensor. None: if a target
-            is given, the last layer takes it as its last positional argument and returns the loss. After the first
-            mini-batch a function that is not PyTorch's is called once more, without gradients, for two micro-batches
+            is given, the last layer takes it as its last positional argument and returns the loss. After some
+            mini-batches a function that is not PyTorch's is called once more, without gradients, for two micro-batches
             together: a warning says if that is not the mean or sum of its values for each.
         loss_reduction: 'mean': the loss of the mini-batch is the mean of its micro-batches' losses, weighted by rows;
             'sum': their sum.
@@ -134,7 +135,7 @@ class Pipe(Layers):
         module: nn.Sequential,
         chunks: int = 1,
         checkpoint: str = "except_last",
-        deferred_batch_norm: bool = False,
+        deferred_batch_norm: bool | None = None,
         *,
         balance: Sequence[int] | None = None,
         devices: Sequence[int | str | torch.device] | None = None,
@@ -165,7 +166,7 @@ class Pipe(Layers):
             here = backend.own_stages(assignment)
         # Of several processes all have the same doubts, and one says so.
         if self._warns and backend.ranks.replica == 0 and 0 in (here or [0]):
-            _warn_of_doubts(assignment.workers, settings)
+            _warn_of_doubts(module, assignment.workers, settings)
         # 3. The layers go there; this process is the container of its own.
         if settings.deferred_batch_norm:
             convert_deferred_batch_norm(module, settings.chunks)
@@ -576,7 +577,7 @@ class Pipe(Layers):
         return {**self.__dict__, "_executor": copy(self._executor)}
 
 
-def _warn_of_doubts(workers: int, settings: Settings) -> None:
+def _warn_of_doubts(module: nn.Module, workers: int, settings: Settings) -> None:
     """What is probably not meant: nothing is pipelined, or each of several processes trains the whole model alone."""
     doubts = []
     if workers > 1 and settings.chunks == 1:
@@ -584,6 +585,8 @@ def _warn_of_doubts(workers: int, settings: Settings) -> None:
             f"chunks is 1, so {workers} workers wait for each other and nothing is pipelined: give Pipe "
             f"chunks={4 * workers} or so, the number of micro-batches that a mini-batch is split into"
         )
+    if settings.deferred_batch_norm is None and settings.chunks > 1:
+        doubts += filter(None, [doubt_about_statistics(module)])
     alone = settings.mesh is None and settings.devices is None and torch.distributed.is_available()
     if alone and torch.distributed.is_initialized():
         from pipework.distributed.mesh import doubt_about_no_mesh  # needs torch.distributed, which a build may lack

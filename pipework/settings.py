@@ -44,7 +44,7 @@ class Settings(LossSettings):
 
     chunks: int = 1
     checkpoint: str = "except_last"
-    deferred_batch_norm: bool = False
+    deferred_batch_norm: bool | None = None
     balance: Sequence[int] | None = None
     devices: Sequence[int | str | torch.device] | None = None
     schedule: str | Schedule | ScheduleSpec = "gpipe"

@@ -275,6 +275,26 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
     return replacements.get(id(module), module)
 
 
+def doubt_about_statistics(module: nn.Module) -> str | None:
+    """A text if batch norms in training mode would update their statistics for each micro-batch; None: there are none.
+
+    Example:
+        >>> doubt_about_statistics(nn.Sequential(nn.BatchNorm1d(2).eval())) is None
+        True
+    """
+    found = [(name, each) for name, each in module.named_modules() if isinstance(each, BatchNorm) and each.training]
+    if not found or any(isinstance(each, DeferredBatchNorm) for _, each in found):
+        return None
+    (name, first), *others = found
+    more = f", and {len(others)} more" if others else ""
+    return (
+        f"batch norm in training mode ({name!r}, {type(first).__name__}{more}) normalises with the rows of its "
+        "micro-batch, and updates its running statistics once for each micro-batch. No pipeline normalises with the "
+        "whole mini-batch; deferred_batch_norm=True takes the running statistics from it, and False keeps all as it is, "
+        "without this warning"
+    )
+
+
 def _is_to_be_replaced(batch_norm: BatchNorm, chunks: int) -> bool:
     if isinstance(batch_norm, LazyModuleMixin) and batch_norm.has_uninitialized_params():
         raise ValueError(

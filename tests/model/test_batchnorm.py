@@ -1,6 +1,7 @@
 import copy
 import operator
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipework import Pipe
+from pipework import Pipe, PipeWarning
 from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.runtime.stage.execution_views import View
 from pipework.runtime.stage.recomputation import _in_phase
@@ -232,6 +233,21 @@ class TestConvert:
                 convert_deferred_batch_norm(nn.BatchNorm1d(2), chunks)
             with pytest.raises(ValueError, match=message):
                 DeferredBatchNorm(2, chunks=chunks)
+
+
+def test_statistics_of_micro_batches_are_told_once_and_not_after_an_answer():
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
+    options = {"balance": [2, 1], "devices": ["cpu", "cpu"]}
+    told = r"\('1', BatchNorm1d, and 1 more\) normalises with .* deferred_batch_norm=True takes .* False keeps all"
+    with pytest.warns(PipeWarning, match=told) as seen:
+        Pipe(module, 4, **options)
+    assert [each.filename for each in seen] == [__file__]
+    with warnings.catch_warnings(action="error"):
+        Pipe(module, 4, deferred_batch_norm=False, **options)
+        Pipe(module, 1, balance=[3], devices=["cpu"])
+        Pipe(copy.deepcopy(module).eval(), 4, **options)
+        Pipe(convert_deferred_batch_norm(copy.deepcopy(module), 4), 4, **options)
+        Pipe(module, 4, deferred_batch_norm=True, **options)
 
 
 def test_a_pipe_that_cannot_be_made_leaves_the_module_as_it_was():
