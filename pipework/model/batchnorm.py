@@ -290,8 +290,8 @@ def doubt_about_statistics(module: nn.Module) -> str | None:
     return (
         f"batch norm in training mode ({name!r}, {type(first).__name__}{more}) normalises with the rows of its "
         "micro-batch, and updates its running statistics once for each micro-batch. No pipeline normalises with the "
-        "whole mini-batch; deferred_batch_norm=True takes the running statistics from it, and False keeps all as it is, "
-        "without this warning"
+        "whole mini-batch; deferred_batch_norm=True takes the running statistics from it, and False keeps all as it is "
+        "without a warning"
     )
 
 

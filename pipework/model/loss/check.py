@@ -135,8 +135,8 @@ def _warning(
     return (
         f"{loss.source} is no {weighed}: for micro-batches {places[0]} and {places[1]} together ({rows[0] + rows[1]} "
         f"rows) it gives {whole:.6g}, and its values for each, {one:.6g} and {other:.6g}, make {taken:.6g} in the pipe."
-        f" So loss and gradients are not those of the whole mini-batch. {advice}; any other function of the whole batch "
-        "belongs outside of the pipe: schedule='gpipe', and the loss of pipe(x). pipe.verify(x, target=y) compares all. "
+        f" So loss and gradients are not those of the whole mini-batch. {advice}; any other function of the batch "
+        "belongs outside of the pipe: schedule='gpipe', and the loss of pipe(x). pipe.verify(x, target=y) shows more. "
         f"Otherwise {IGNORE}"
     )
 
