@@ -93,7 +93,7 @@ def attach(
     model: nn.Module,
     sample: Any,
     *,
-    target: str = "labels",
+    target: str | None = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     loss_reduction: str = "mean",
     loss_weight: Callable[[Any], Any] | None = None,
@@ -133,8 +133,9 @@ def attach(
             along which dimension each tensor of later batches is cut: the one that has the sample's number of rows,
             which no other size may equal; `Chunk` and `NoChunk` in the sample say it themselves. Its first two rows
             decide what is sent between stages, how labels are counted, and without `balance` the cut.
-        target: the argument of the forward that the model's own loss needs. A call without it returns what the model
-            returns, and is for evaluation only, unless the schedule has all backwards after all forwards.
+        target: the argument of the forward that the model's own loss needs; None: "labels". A call without it returns
+            what the model returns, and is for evaluation only, unless the schedule has all backwards after all
+            forwards.
         loss_fn: from what the model returns for a micro-batch, such as an object with its fields, and from that
             micro-batch of `target=` to the loss; see `Pipe`. A call is one of a `Pipe` then: `return_output=True`
             returns a pair. None: the model computes its loss itself, or it is outside.
@@ -195,6 +196,12 @@ def attach(
     settings = Settings.of(locals())
     _refuse_attached_or_wrapped(model)
     refuse_own_forward(model)
+    if loss_fn is not None and target is not None:
+        raise ValueError(
+            f"attach got loss_fn= and target={target!r}, which names the argument of a loss that the model computes "
+            "itself: leave one of them out. What loss_fn compares with is given in the call, model(**batch, target=y)"
+        )
+    target = "labels" if target is None else target
     layout, adapter = Layout(positional_names(model), target if loss_fn is None else "target"), adapter_for(model)
     if split is None:
         split = adapter.split(as_given(sample)[1], layout.target)
@@ -237,6 +244,7 @@ def attach(
         pipe = Pipe(layers, **vars(settings) | {"balance": [1] * len(layers), "plan": None})
         pipe._executor.settings = replace(pipe._executor.settings, plan=plan)  # the plan is of units
         pipe._executor.layout = layout
+        pipe._executor.call = "model", f"**batch, {layout.target}=y"
         _leave_to_others(model, pipe, layers, cuttable)
         pipe._attached = AttachedModel(model, pipe, layers, cuttable, forward)
         model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
@@ -480,6 +488,11 @@ class AttachedModel:
         self.forward = forward
         self.containers = frozenset(cuttable.containers.values())  # each part has a copy of them
         self.trained_as = 0
+        self._hint = (
+            ""
+            if pipe._executor.settings.loss_fn is None
+            else "; with a target call {}({})".format(*pipe._executor.call)
+        )
         parts = [layer for layer in pipe if isinstance(layer, Part)]
         self._following = Following(cuttable, parts, is_whole=len(pipe) == sum(pipe.balance))
 
@@ -487,7 +500,10 @@ class AttachedModel:
         self, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
         """What the pipe is called with for these arguments of the model, and these by name."""
-        names = self.forward.by_name(arguments, keywords)
+        try:
+            names = self.forward.by_name(arguments, keywords)
+        except TypeError as error:
+            raise TypeError(f"{type(self.model).__name__}.forward: {error}{self._hint}") from None
         if self.target in names:
             names[self.target] = self.adapter.counted(self.target, names)
             arguments, keywords = self.forward.with_argument((arguments, keywords), self.target, names[self.target])
@@ -528,6 +544,11 @@ class AttachedForward:
         for name in ("loss_scale",) if self._place is not None else _OF_PIPE:
             if name in keywords and name not in self.__signature__.parameters:
                 options[name] = keywords.pop(name)
+        if "target" in options and pipe._executor.settings.loss_fn is None:
+            raise ValueError(
+                f"{type(model).__name__} was called with target=, and attach got no loss_fn that takes it: attach(model,"
+                " sample, loss_fn=lambda output, target: ...); or leave target= out, and compute the loss outside"
+            )
         arguments, keywords, names = attached.call_of(arguments, keywords)
         target = None if attached.target is None else names.get(attached.target)
         if self._place is None or target is None:

@@ -82,6 +82,7 @@ class Executor:
         doubts: what is looked for in the first mini-batches.
         deferred: the deferred batch norms among the layers; there as soon as the engine is.
         layout: what is known of the arguments; that of a sample stays.
+        call: what a call with a target looks like, for messages: what is called, and with which arguments.
         recording: receives the actions of mini-batches, and gives them numbers; None: nothing is recorded.
     """
 
@@ -103,6 +104,7 @@ class Executor:
         self.doubts = doubts
         self.layout = Layout(positional_names(partitions[0][0]) if partitions else ())
         self.recording: tuple[Recording, Iterator[int]] | None = None
+        self.call = "pipe", "x, target=y"
         self._device_types = sorted({"cpu", *(device.type for device in assignment.devices)})
         self.skips = self._skips_between(partitions)
         self._programs: dict[tuple[int, str, bool], Program] = {}
@@ -319,7 +321,7 @@ class Executor:
             if call.has_target:
                 return program
             if trains and not program.loss_may_be_outside:
-                raise settings.missing_target(program.schedule.name, reader=last)
+                raise settings.missing_target(program.schedule.name, call="{}({})".format(*self.call), reader=last)
             if trains and last is not None and not call.everywhere:
                 raise settings.outside_of_one_rank(last)
             if call.target_is_unread:
@@ -366,7 +368,7 @@ class Executor:
         batch = self.prepared(inputs, keyword_inputs, target, grad=True, keeps_output=False)
         program = self._program(len(batch.rows), self.settings.checkpoint, inside=target is not None)
         if target is None and not program.loss_may_be_outside:
-            raise self.settings.missing_target(program.schedule.name, call="pipe.predict")
+            raise self.settings.missing_target(program.schedule.name, call=f"pipe.predict({self.call[1]})")
         stages, split = list(self._partitions.values()), (batch, batch.targets, batch.loss)
         steps = self.engine_in_use().captured_steps if self.settings.graph_names and target is not None else None
         options["graphs"] = steps is not None and steps.is_on

@@ -71,7 +71,7 @@ def captured_soon(recorded_graphs: None, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(captured_steps, "FIRST", 1)
     monkeypatch.setattr(stage, "MINI_BATCHES", 1)
     monkeypatch.setattr(Doubts, "looks_at_layers", lambda doubts, batch: False)
-    monkeypatch.setattr(Doubts, "of_targets", lambda doubts, batch, settings: None)
+    monkeypatch.setattr(Doubts, "of_targets", lambda doubts, batch, settings, graphs: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -572,6 +572,28 @@ def test_arguments_with_the_names_of_those_of_a_pipe() -> None:
         model(x=x, target=x, return_output=2.0)
 
 
+class Padded(Named):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(x, labels)
+
+
+def test_padding_that_a_models_own_loss_leaves_out() -> None:
+    model, x, labels = Padded(), torch.randn(8, WIDTH), torch.arange(8) % WIDTH
+    attach(model, {"x": x, "labels": labels}, chunks=4, devices=["cpu"] * 2)
+    labels[:2] = -100
+    told = (
+        r"the model's own loss is not looked into, .* Attach the pipe \(after `del model.forward`\) with loss_weight="
+    )
+    with pytest.warns(PipeWarning, match=told):
+        model(x, labels)
+    del model.forward
+    counted = {"loss_weight": lambda labels: (labels >= 0).sum()}
+    attach(model, {"x": x[2:], "labels": labels[2:]}, chunks=4, devices=["cpu"] * 2, **counted)
+    torch.testing.assert_close(model(x, labels), Padded.forward(model, x, labels))
+
+
 class Summed(Named):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         for block in self.blocks:
@@ -652,11 +674,21 @@ def test_a_loss_of_the_users_own(schedule: str) -> None:
         assert torch.equal(model(x, steps, outputs=2.0).sample, output.sample)
     torch.testing.assert_close(loss, of_sample(plain(x, steps, 2.0), noise))
     assert (output.steps.equal(steps), output.name) == (True, "denoised")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'labels'"):
+    asks = r"call model\(\*\*batch, target=y\)"
+    with pytest.raises(TypeError, match=f"Denoiser.forward: got an unexpected keyword argument 'labels'; .*{asks}"):
         model(x, steps, labels=noise)
+    with pytest.raises(TypeError, match=f"too many positional arguments; .*{asks}"):
+        model(x, steps, None, 1.0, noise)
     if schedule != "gpipe":
-        with pytest.raises(ValueError, match=r"got no target: call pipe\(x, target=y\)"):
+        with pytest.raises(ValueError, match=f"got no target: {asks}"):
             model.train()(x, steps)
+        with pytest.raises(ValueError, match=r"got no target: call pipe.predict\(\*\*batch, target=y\)"):
+            pipe.predict(x, steps)
+
+
+def test_a_target_of_the_call_has_no_other_name() -> None:
+    with pytest.raises(ValueError, match=r"loss_fn= and target='labels', .*one of them out.*model\(\*\*batch, tar"):
+        attach(Denoiser(), (torch.randn(2, WIDTH),), loss_fn=of_sample, target="labels")
 
 
 def test_a_loss_of_several_rows_is_noticed() -> None:
@@ -735,6 +767,8 @@ def test_without_a_loss_the_call_returns_what_the_model_returns(name: str) -> No
     for tensor, *pieces in zip(tensors, *parts, strict=True):
         dim = next((dim for dim, size in enumerate(tensor.shape) if size == 7), None)
         assert torch.equal(tensor, pieces[0] if dim is None else torch.cat(pieces, dim))
+    with pytest.raises(ValueError, match=r"Outside was called with target=, and attach got no loss_fn .*=lambda"):
+        model(x, target=x)
     with pytest.raises(ValueError, match=r"returned output\['loss'\], a number .* not return for the sample.*labels"):
         model(x, labels=x)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipework.runtime.transport import Message
 
 _SOME: Final = 2**12  # targets of a micro-batch among which the most frequent value is looked for
-_SUM: Final = 'It seems to be a sum: give Pipe loss_reduction="sum"'
+_SUM: Final = 'It seems to be a sum: give loss_reduction="sum"'
 
 
 def loss_warnings(settings: LossSettings, loss: InnerLoss, rows: Sequence[int]) -> list[str]:
@@ -128,7 +128,7 @@ def _warning(
         return None  # it draws random numbers, or has a state
     mean = "mean over rows" if settings.loss_weight is None else "weighted mean"
     weighed = "sum" if settings.loss_reduction == "sum" else mean
-    advice = "If it is a mean over rows, leave loss_reduction= and loss_weight= out; over something else, give Pipe "
+    advice = "If it is a mean over rows, leave loss_reduction= and loss_weight= out; over something else, give "
     advice += "loss_weight="
     if abs(whole - one - other) <= least < min(abs(one), abs(other)):
         advice = f"{_SUM} and no loss_weight="

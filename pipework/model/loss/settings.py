@@ -214,20 +214,19 @@ class LossSettings:
                 f"make loss_fn with reduction={self.loss_reduction!r}, or give Pipe the loss_reduction that it has"
             )
 
-    def missing_target(self, schedule: str, *, call: str = "pipe", reader: int | None = None) -> ValueError:
+    def missing_target(self, schedule: str, *, call: str, reader: int | None = None) -> ValueError:
         """The error of a training step without a target, if the first backward comes before the last forward.
 
         Args:
             schedule: the name of the schedule.
-            call: the called method, for the message.
+            call: with a target, for the message.
             reader: if workers are processes, the rank that reads the target.
         """
         where = "" if reader is None else f" on every rank; {_not_there(reader)}"
         how = "give Pipe a loss_fn and call" if self.loss_fn is None else "call"
         return ValueError(
-            f"schedule {schedule!r} computes the loss inside and got no target: {how} {call}(x, target=y){where}"
-            ". For outputs alone use torch.no_grad() or eval(); an attached model is called with its target; for a "
-            "loss outside of the pipe choose schedule='gpipe'"
+            f"schedule {schedule!r} computes the loss inside and got no target: {how} {call}{where}. For "
+            "outputs alone use torch.no_grad() or eval(); for a loss outside of the pipe choose schedule='gpipe'"
         )
 
     def outside_of_one_rank(self, reader: int) -> ValueError:
@@ -287,7 +286,7 @@ class LossSettings:
                 raise ValueError(
                     "rows do not say how much each micro-batch weighs in the mean: inputs and target of a micro-batch "
                     "have different numbers of them, or targets differ in other dimensions, too (a target has the "
-                    f"shapes {shapes}). Give Pipe the weight, such as loss_weight=torch.numel for a mean over all "
+                    f"shapes {shapes}). Give the weight, such as loss_weight=torch.numel for a mean over all "
                     "numbers of the targets, or loss_reduction='sum'"
                 )
             return rows if amounts is None else amounts
@@ -315,6 +314,9 @@ class LossSettings:
         if not by_rows:
             return None
         function, bound, _ = unwrapped(self.loss_fn)
+        what, give = "loss_fn is a function of its own", "Give"
+        if (own := getattr(function, "pipework_source", None)) is not None:
+            what, give = f"{own} is not looked into", "Attach the pipe (after `del model.forward`) with"
         ignored = bound.get("ignore_index", getattr(function, "ignore_index", IGNORED))
         for column in zip(*(tensors for tensors, _ in targets), strict=False):
             if all(type(each) is torch.Tensor and each.dtype is torch.int64 and each.is_cpu for each in column):
@@ -324,9 +326,9 @@ class LossSettings:
                 if any(count * rows[0] != counts[0] * own for count, own in zip(counts, rows, strict=True)):
                     return (
                         f"targets have the value {ignored}, which losses leave out of their mean, and micro-batches "
-                        "have unequal numbers of them, but loss_fn is a function of its own, so the pipe weighs "
-                        f"micro-batches by rows. Give Pipe loss_weight=lambda target: (target != {ignored}).sum() for "
-                        'the mean over all targets that count; or loss_reduction="sum", if loss_fn is a sum'
+                        f"have unequal numbers of them, but {what}, so the pipe weighs micro-batches by rows. {give} "
+                        f"loss_weight=lambda target: (target != {ignored}).sum() for the mean over all targets that "
+                        'count; or loss_reduction="sum", if it is a sum'
                     )
         return None
 

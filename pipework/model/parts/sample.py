@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -99,6 +99,7 @@ class LossPlace:
     """
 
     key: str | int | None
+    pipework_source: ClassVar[str] = "the model's own loss"  # what messages call it
 
     @classmethod
     def in_result(cls, result: Any) -> LossPlace | None:

@@ -75,7 +75,8 @@ class InnerLoss:
         """What returns the loss, for messages."""
         if self.function is None:
             return "the last layer"
-        return f"loss_fn ({getattr(self.function, '__name__', None) or type(self.function).__name__})"
+        name = getattr(self.function, "__name__", None) or type(self.function).__name__
+        return str(getattr(self.function, "pipework_source", f"loss_fn ({name})"))
 
     @property
     def form(self) -> tuple[Any, ...]:

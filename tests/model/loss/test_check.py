@@ -151,7 +151,7 @@ def test_padding_in_any_micro_batch_and_later_mini_batches(name: str, batch: int
     for _ in range(batch):
         pipe(rows_of(16), target=y).backward()
     y[first : first + 3] = mark
-    with pytest.warns(PipeWarning, match=rf"for micro-batches .*{first // 4}.* over something else, give Pipe"):
+    with pytest.warns(PipeWarning, match=rf"for micro-batches .*{first // 4}.* over something else, give loss_weight="):
         pipe(rows_of(16), target=y)
     pipe(rows_of(16), target=y).backward()  # warnings are errors
     counted = pipe_of(loss_fn, loss_weight=lambda target: counts(target).sum())
@@ -162,7 +162,7 @@ def test_padding_and_a_weight() -> None:
     x, y = rows_of(16), torch.arange(16) % 4
     y[:3] = -1
     pipe_of(masked, loss_weight=lambda target: (target >= 0).sum())(x, target=y).backward()
-    with pytest.warns(PipeWarning, match="is no mean over rows: .* over something else, give Pipe"):
+    with pytest.warns(PipeWarning, match="is no mean over rows: .* over something else, give loss_weight="):
         pipe_of(masked)(x, target=y)
     y[:3] = -100
     with pytest.warns(PipeWarning, match="targets have the value -100") as seen:
@@ -215,9 +215,9 @@ def by_rows(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss_fn", "options", "advice"),
     [
-        (sum_of_counted, {}, r'leave out of their mean, .*; or loss_reduction="sum", if loss_fn is a sum'),
+        (sum_of_counted, {}, r'leave out of their mean, .*; or loss_reduction="sum", if it is a sum'),
         (sum_of_counted, {"loss_weight": counted}, r'is no weighted mean: .* loss_r.*="sum" and no loss_weight='),
-        (masked, {"loss_weight": len}, "is no weighted mean: .* over something else, give Pipe loss_weight="),
+        (masked, {"loss_weight": len}, "is no weighted mean: .* over something else, give loss_weight="),
         (total, {"loss_weight": lambda target: target.ne(0).sum()}, "seems to be a sum"),
         (by_rows, {"loss_weight": counted}, "is no weighted mean: .*a mean over rows, leave .* loss_weight= out"),
         (by_rows, {"loss_reduction": "sum"}, "is no sum: .* a mean over rows, leave loss_reduction="),
