@@ -546,8 +546,8 @@ class AttachedForward:
                 options[name] = keywords.pop(name)
         if "target" in options and pipe._executor.settings.loss_fn is None:
             raise ValueError(
-                f"{type(model).__name__} was called with target=, and attach got no loss_fn that takes it: attach(model,"
-                " sample, loss_fn=lambda output, target: ...); or leave target= out, and compute the loss outside"
+                f"{type(model).__name__} was called with target=, and attach got no loss_fn that takes it: attach("
+                "model, sample, loss_fn=lambda output, target: ...); or leave target= out, and compute the loss outside"
             )
         arguments, keywords, names = attached.call_of(arguments, keywords)
         target = None if attached.target is None else names.get(attached.target)

@@ -61,7 +61,7 @@ class Verification:
     def __str__(self) -> str:
         rows = [("", "compared with", "how", "tensors", "difference", "verdict")]
         for each in self.compared:
-            how = "bitwise" if each.bitwise else "relatively"
+            how = "relatively" if each.difference and not each.bitwise else "bitwise"  # 0: all bits are equal
             rows.append((each.what, each.against, how, str(each.tensors), f"{each.difference:.2g}", each.verdict))
         wrong = sum(bool(each.first) for each in self.compared)
         itself = [each for each in self.compared if each.against == _ITSELF]
@@ -117,6 +117,7 @@ def _verification(runs: Runs) -> Verification:
     bounds = {"gradients": tolerance} if runs.rounds else {}  # by kind; see "Where it ends" in docs/exactness.md
     allowed: dict[str, float] = {}  # by kind, if the plain model differs from itself
     lines, comparable = _table(_PIECES, found, bounds, allowed), True
+    notes += [_OTHER_ORDER] if any(each.difference and not each.bitwise for each in lines) else []
     if any(each.first for each in lines):
         # Kernels that add in any order, such as those of flash attention's backward, give no bits to compare with.
         again = _differences(runs, runs.of_plain(), plain)
@@ -246,6 +247,9 @@ _ANY_ORDER: Final = (
     "kernels that add in any order (flash attention's backward, index_add on a GPU) make the plain model differ from "
     "itself, and so does a layer that draws numbers outside of PyTorch: "
     "torch.use_deterministic_algorithms(True) makes many such kernels exact"
+)
+_OTHER_ORDER: Final = (
+    "gradients were not compared bitwise: the pipe adds those of micro-batches, stages or replicas in another order"
 )
 _OTHER_NUMBERS: Final = (
     "the plain model differs too much from itself to compare with it: a layer draws numbers outside of PyTorch "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,12 @@ import torch
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_pt_utils import nested_concat
 
 from pipework.integrations.optimizer_file import load_whole_optimizer, names_by_group, save_whole_optimizer
 from pipework.integrations.pretrained import load_pretrained, save_pretrained
+from pipework.model.marks import MicroBatches
+from pipework.values import nested
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -108,6 +112,12 @@ class PipeTrainer(Trainer):
             return super().training_step(model, inputs, num_items_in_batch).to(self.args.device)
         finally:
             self.current_gradient_accumulation_steps = steps
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any, **named: Any) -> tuple[Any, ...]:
+        """Loss, outputs and labels; those of `MicroBatches` joined, as `Trainer` joins those of batches."""
+        join = functools.partial(functools.reduce, nested_concat)
+        found = super().prediction_step(model, inputs, *others, **named)
+        return tuple([nested.replaced(each, MicroBatches, join) for each in found])
 
     # ---- each replica has other rows --------------------------------------------------------------------------------
 

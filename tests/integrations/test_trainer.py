@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -255,3 +256,18 @@ def test_a_collator_that_makes_the_micro_batches(tmp_path: Path) -> None:
     batch = halves(rows(4))
     with torch.no_grad():
         assert one.model.eval()(**batch).logits.shape == (4, 7, 37)
+    from pipework.integrations.trainer import PipeTrainer
+
+    # Labels that are not of equal lengths are padded, as `Trainer` pads those of batches.
+    model = llama()
+    trainer = PipeTrainer(pipe_of(model), model, one.args, data_collator=halves)
+    found, expected = trainer.predict(rows(6)), trainer_of(tmp_path, with_pipe(llama())).predict(rows(6))
+    np.testing.assert_array_equal(found.label_ids, expected.label_ids)
+    np.testing.assert_allclose(found.predictions, expected.predictions, rtol=1e-5)
+    trainer.data_collator = lambda each: {
+        name: MicroBatches([value[0], value[1][:, :5]]) for name, value in halves(each).items()
+    }
+    found = trainer.predict(rows(6))
+    assert (found.label_ids[[2, 3, 5], 5:] == -100).all()
+    assert (found.label_ids[[0, 1, 4], 5:] != -100).any()
+    assert found.predictions.shape == expected.predictions.shape
