@@ -590,7 +590,7 @@ def test_padding_that_a_models_own_loss_leaves_out() -> None:
         model(x, labels)
     del model.forward
     counted = {"loss_weight": lambda labels: (labels >= 0).sum()}
-    attach(model, {"x": x[2:], "labels": labels[2:]}, chunks=4, devices=["cpu"] * 2, **counted)
+    attach(model, {"x": x[3:], "labels": labels[3:]}, chunks=4, devices=["cpu"] * 2, **counted)
     torch.testing.assert_close(model(x, labels), Padded.forward(model, x, labels))
 
 
