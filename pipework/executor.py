@@ -166,7 +166,7 @@ class Executor:
             loss = self._weigh(
                 batch, own_target, grad=call.grad, keeps_output=call.returns_output, loss_scale=loss_scale
             )
-            loss.seen = self.doubts.of_targets(batch, self.settings, graphs=engine.captures is not None)
+            loss.seen = self.doubts.of_targets(batch, self.settings, graphs=engine.captured_steps is not None)
 
         # 4. The workers run the schedule: all of it, or up to the outputs if the loss is outside.
         key = Key(call.key)
