@@ -21,7 +21,6 @@ from pipework.schedule.action import Action
 from pipework.schedule.analysis.events import Run, run
 from pipework.schedule.analysis.memory import SLACK, amounts
 from pipework.schedule.analysis.validate import check
-from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.costs import Costs, StageCosts, copy_time
 from pipework.schedule.edges import recomputed
 from pipework.schedule.schedule import Schedule
@@ -47,7 +46,8 @@ def with_offload(
         schedule: a valid schedule without ``O`` and without transfers; recomputation must be added before.
         costs: times and memory. None: each action takes a unit of time, ``B`` two, each ``O`` and ``L`` one; the input
             of a stage is an eighth of what a micro-batch holds there.
-        keep: so many micro-batches of each stage stay, the newest.
+        keep: so many micro-batches of each stage stay, the newest. 0: all move after whose forward something else is
+            computed, so that with several stages for a worker less is held than one micro-batch.
         loss_outside: whether the loss is computed outside of the pipe, so that each ``L`` comes after the forwards.
 
     Returns:
@@ -55,9 +55,9 @@ def with_offload(
 
     Raises:
         ScheduleError: the schedule cannot be executed.
-        TypeError: `keep` is not an int, or `costs` is no :class:`Costs`.
-        ValueError: `keep` is less than 1, the schedule has an ``O`` or transfers, or the costs are for another number
-            of stages.
+        TypeError: `costs` is no :class:`Costs`.
+        ValueError: `keep` is no int of at least 0, the schedule has an ``O`` or transfers, or the costs are for another
+            number of stages.
 
     Example:
         >>> from pipework.schedule import Costs, build, simulate
@@ -68,7 +68,8 @@ def with_offload(
         >>> found.makespan, found.peak_memory
         (33.0, (2.0, 2.0, 2.0, 1.0))
     """
-    positive_integers(keep=keep)
+    if type(keep) is not int or keep < 0:
+        raise ValueError(f"keep is {keep!r}: wanted an integer of at least 0")
     copies = set(schedule.table.letters(scope="copy"))
     if schedule.communicates or not copies.isdisjoint(schedule.kinds):
         why = "transfers" if schedule.communicates else "copies to the host"
@@ -101,7 +102,7 @@ def _moves(schedule: Schedule, worker: int, keep: int) -> Mapping[int, int]:
             made[stage, micro_batch] = position, begun[stage]
         elif kind in needing and (stage, micro_batch) in made:
             forward, number = made.pop((stage, micro_batch))
-            if begun[stage] - number >= keep:
+            if begun[stage] - number >= keep and position > forward + 1:
                 found[position] = forward
     return found
 

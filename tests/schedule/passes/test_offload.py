@@ -164,10 +164,21 @@ def test_what_does_not_move_is_returned():
         assert with_offload(schedule, keep=keep) is schedule
 
 
+def test_with_none_that_stays_a_worker_of_several_stages_holds_a_part_of_a_micro_batch():
+    schedule = build("interleaved-1f1b", workers=2, chunks=8, stages_per_worker=4)
+    costs = Costs(forward=1 / 4, backward=2 / 4, activation=1 / 4, offload=1 / 4, reload=1 / 4)
+    peaks = [max(simulate(with_offload(schedule, costs, keep), costs).peak_memory) for keep in (2, 1, 0)]
+    assert peaks == [2.25, 1.25, 0.5]
+    # A backward right after its forward, as on the last worker, finds everything there.
+    last = with_offload(one_forward_one_backward(2, 4), keep=0)
+    assert "O" not in {each.kind for each in last.orders[1]}
+
+
 def test_errors():
     schedule = fill_drain(2, 4)
-    with pytest.raises(ValueError, match="keep is 0: wanted an integer of at least 1"):
-        with_offload(schedule, keep=0)
+    for keep in (-1, True, 1.0):
+        with pytest.raises(ValueError, match=f"keep is {keep}: wanted an integer of at least 0"):
+            with_offload(schedule, keep=keep)
     with pytest.raises(TypeError, match="costs is 3: wanted Costs"):
         with_offload(schedule, 3)
     with pytest.raises(ValueError, match="has transfers: offload in one without, before transfers"):
