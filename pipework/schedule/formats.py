@@ -90,8 +90,8 @@ def to_csv(schedule: Schedule) -> str:
     :func:`with_communication`.
 
     Args:
-        schedule: its name is not written, since the format has no place for it. PyTorch loads no recomputation: use
-            :func:`without_recompute` before.
+        schedule: its name is not written, since the format has no place for it. PyTorch loads no recomputation (use
+            :func:`without_recompute` before) and no copies to the host.
 
     Returns:
         A row for each worker, a cell for each action.

@@ -243,6 +243,13 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
     for line in lines:
         rows = [(line.table[each.action.kind], each) for each in line.intervals]
         left = {each.action[1:3]: row.leaves for row, each in rows if row.leaves}
+        for interval in line.communication:
+            row, (_, stage, micro_batch, _) = line.table[interval.action.kind], interval.action
+            if row.scope == "copy":
+                of = " of inputs" if (stage, micro_batch) in left else ""
+                samples[row.cost + of, stage].append(interval.end - interval.start)
+                if row.phase == "forward" and not of:
+                    samples[row.holds or "", stage].append(interval.held)
         for row, interval in rows:
             _, stage, micro_batch, _ = interval.action
             samples[row.cost, stage].append(interval.end - interval.start)
@@ -258,11 +265,16 @@ def measured_costs(lines: Sequence[Timeline], stages: int) -> Costs:
         """The medians; for stages without a sample, the values of `otherwise`."""
         return tuple(median(samples.get((name, stage), [otherwise[stage]])) for stage in range(count))
 
-    found = {name: typical(name) for name, _ in samples if name} | {
+    found = {name: typical(name) for name, _ in samples if name and not name.endswith(" of inputs")} | {
         name: typical(name, count=stages - 1) for name in ("transfer", "message")
     }
     for name in ("forward", "backward", "activation", "checkpoint_activation"):
         found[name] = typical(name)
+    for name in ("offload", "reload"):
+        # Where only inputs were copied: as long as for all that a micro-batch holds.
+        columns = (typical(f"{name} of inputs"), found["activation"], found["checkpoint_activation"])
+        longer = [time * whole / part if part else 0.0 for time, whole, part in zip(*columns, strict=True)]
+        found[name] = typical(name, longer)
     half = tuple(time / 2 for time in found["backward"])
     halves = [typical(name, half) for name in ("input_gradient", "weight_gradient")]
     found["input_gradient"], found["weight_gradient"] = halves

@@ -1,6 +1,6 @@
 import pytest
 
-from pipework.schedule import Action, Costs, Interval, Timeline, build, simulate, with_recompute
+from pipework.schedule import Action, Costs, Interval, Timeline, build, simulate, with_offload, with_recompute
 from pipework.timeline.recording import measured_costs
 
 COSTS = Costs(
@@ -10,6 +10,8 @@ COSTS = Costs(
     transfer=[0.5, 0.25, 0.5],
     activation=[64, 128, 64, 128],
     checkpoint_activation=[8, 16, 8, 16],
+    offload=[1, 0.5, 1, 2],
+    reload=[0.5, 1, 0.25, 2],
 )
 
 
@@ -25,6 +27,14 @@ def test_costs_of_a_simulation_are_found_again(name, workers, checkpointed):
     assert costs.transfer == COSTS.transfer
     assert costs.activation == COSTS.activation
     assert costs.checkpoint_activation == (COSTS.checkpoint_activation if checkpointed else (0, 0, 0, 0))
+
+
+@pytest.mark.parametrize("checkpointed", [0, 3, 6])
+def test_costs_of_copies_are_found_again(checkpointed):
+    schedule = with_recompute(build("gpipe", workers=4, chunks=6), checkpointed, loss_outside=True)
+    costs = measured_costs([simulate(with_offload(schedule, COSTS), COSTS).timeline], stages=4)
+    assert (costs.offload, costs.reload) == (COSTS.offload, COSTS.reload)
+    assert (costs.forward, costs.activation) == (COSTS.forward, COSTS.activation)
 
 
 def test_a_transfer_is_measured_where_somebody_waits_for_it():
