@@ -92,6 +92,18 @@ def recomputed(schedule: Schedule) -> frozenset[tuple[int, int]]:
     return frozenset([action[1:3] for order in schedule.orders if again for action in order if action[0] in again])
 
 
+def offloaded(schedule: Schedule) -> frozenset[tuple[int, int]]:
+    """The (stage, micro-batch) pairs whose activations go to the memory of the host.
+
+    Example:
+        >>> from pipework.schedule import build, with_offload
+        >>> sorted(offloaded(with_offload(build("1f1b", workers=2, chunks=2))))
+        [(0, 0)]
+    """
+    leaving = schedule.kinds.intersection(schedule.table.letters(scope="copy", phase="forward"))
+    return frozenset([action[1:3] for order in schedule.orders if leaving for action in order if action[0] in leaving])
+
+
 def maker(product: Action, order: Container[Action], table: Kinds) -> Action:
     """The action of an order that makes a product, such as the ``I`` that makes that of a ``B``.
 

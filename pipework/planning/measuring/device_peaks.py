@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pipework.planning.measuring.stage_copy import Need
+from pipework.schedule.edges import awaited
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from pipework.planning.measuring.stage_copy import ActionBytes
     from pipework.schedule import Interval, Timeline
+    from pipework.schedule.action import Action
 
 
 def device_peaks(
@@ -22,6 +24,7 @@ def device_peaks(
     devices: Sequence[torch.device],
     outputs: Sequence[int] = (),
     static_targets: Sequence[int] | None = None,
+    orders: Sequence[Sequence[Action]] = (),
 ) -> dict[torch.device, int]:
     """Follows the timeline, and adds up on each device what actions need, graphs hold and messages bring.
 
@@ -37,11 +40,12 @@ def device_peaks(
             gets a gradient.
         static_targets: for a step of graphs, which copy inputs and targets to static tensors in the order of the
             schedule: the bytes of each micro-batch's target. None: there are no graphs.
+        orders: of the workers, if they have copies to the host, which are at their places between computations.
 
     Returns:
         The bytes of each device at its peak, without what is there before the step.
     """
-    memory = _Memory(measured, devices, timeline, outputs, static_targets)
+    memory = _Memory(measured, devices, timeline, outputs, static_targets, orders)
     moments: list[tuple[float, int, Interval]] = []
     for interval in timeline.intervals:
         moments.append((interval.start, 1, interval))
@@ -66,6 +70,7 @@ class _Memory:
         timeline: Timeline,
         outputs: Sequence[int],
         static_targets: Sequence[int] | None,
+        orders: Sequence[Sequence[Action]],
     ) -> None:
         self._measured, self._devices, self._outputs = measured, devices, outputs
         self._static_targets = static_targets
@@ -76,6 +81,17 @@ class _Memory:
         self._live: dict[torch.device, int] = defaultdict(int)  # the sum of that
         self._needed: dict[torch.device, dict[Interval, Need]] = defaultdict(dict)  # by the actions that run now
         self._copied: set[int] = set()
+        # After each computation, the micro-batches whose O has ended then, and those that an L brings back.
+        self._copies: dict[Action, list[tuple[bool, int, int]]] = defaultdict(list)
+        for order in orders:
+            ended = awaited(order, self._table)
+            for position, action in enumerate(order):
+                if self._table[action.kind].scope == "micro-batch":
+                    before = action
+                if position in ended:
+                    self._copies[before].append((False, *order[ended[position]][1:3]))
+                if self._table[action.kind].scope == "copy" and self._table[action.kind].phase != "forward":
+                    self._copies[before].append((True, *action[1:3]))
         self.peak: dict[torch.device, int] = defaultdict(int)
         # For each stage that stashes, the skip and the stage that pops it, the lowest one of each device: that goes
         # backward last, and the others of the device pop the same tensor.
@@ -115,9 +131,8 @@ class _Memory:
         """An action ends: its results are kept, and what only this action still needed is freed."""
         one, device = self._measured[stage], self._devices[stage]
         del self._needed[device][interval]
-        is_last = stage + 1 == len(self._devices)
-        shares = not is_last and self._devices[stage + 1] == device
-        graph = one.kept_with_output if shares else one.kept
+        is_last, shares = stage + 1 == len(self._devices), self._shares(stage)
+        graph = one.graph(shares=shares)
         checkpointed = (stage, micro_batch) in self._recomputed
         row = self._table[kind]
         sizes = {"activation": graph, "checkpoint_activation": one.clones, "waiting": one.waiting}
@@ -149,6 +164,21 @@ class _Memory:
         if row.holds == "":
             self._free(stage, micro_batch, "input", "input waits", "static input", "static target")
             self._keep("gradients", stage, 0, one.gradients)
+        self._see()
+        for is_back, *where in self._copies[interval.action]:
+            self._copy(*where, is_back=is_back)
+
+    def _shares(self, stage: int) -> bool:
+        return stage + 1 < len(self._devices) and self._devices[stage + 1] == self._devices[stage]
+
+    def _copy(self, stage: int, micro_batch: int, *, is_back: bool) -> None:
+        """What a graph holds is on the host, or back on the device; of a recomputed micro-batch, its input."""
+        one, shares = self._measured[stage], self._shares(stage)
+        if (stage, micro_batch) not in self._recomputed:
+            moved = 0 if is_back else one.moves(shares=shares)
+            self._keep("graph", stage, micro_batch, one.graph(shares=shares) - moved)
+        elif ("input", stage, micro_batch) in self._kept:  # another stage may hold it
+            self._keep("input", stage, micro_batch, one.given * is_back)
         self._see()
 
     def _see(self) -> None:

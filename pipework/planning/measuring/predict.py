@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipework.assignment.from_plan import layer_info
+from pipework.planning.host_peaks import host_peaks
 from pipework.planning.measuring.device_peaks import device_peaks
+from pipework.planning.measuring.links import measure_host_link
 from pipework.planning.measuring.sample_batch import largest_sample
 from pipework.planning.measuring.stage_copy import measure_stages
 from pipework.planning.measuring.storage_meter import optimizer_bytes
 from pipework.schedule import Costs, simulate
 from pipework.schedule.draw.units import aligned
+from pipework.schedule.edges import offloaded
 from pipework.summary import readable_bytes
 from pipework.values.tensor_form import bytes_of
 
@@ -67,6 +72,7 @@ class Prediction:
         simulation: of the schedule with these costs.
         device_bytes: the most that each device holds at one moment of a step: the parts of `stages`, the mini-batch,
             messages, temporary tensors, and what the optimizer's step needs.
+        host_bytes: of the buffers that each worker has in the memory of the host, for activations that go there.
     """
 
     devices: tuple[torch.device, ...]
@@ -74,6 +80,7 @@ class Prediction:
     costs: Costs
     simulation: Simulation
     device_bytes: Mapping[torch.device, int] = field(default_factory=dict)
+    host_bytes: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -92,17 +99,22 @@ class Prediction:
         names = ["weights", "gradients", "buffers", "activations", "optimizer", "total"]
         if not any(stage.optimizer for stage in self.stages):
             names.remove("optimizer")
-        rows: list[tuple[str, ...]] = [("stage", "device", *names)]
+        away = Counter(stage for stage, _ in offloaded(self.simulation.schedule))
+        rows: list[tuple[str, ...]] = [("stage", "device", *names, *(["offloads"] if away else []))]
         for number, (stage, device) in enumerate(zip(self.stages, self.devices, strict=True)):
-            rows.append((str(number), str(device), *(readable_bytes(getattr(stage, name)) for name in names)))
+            sizes = [readable_bytes(getattr(stage, name)) for name in names]
+            count = [f"{away[number]} of {self.simulation.schedule.micro_batches}"] if away else []
+            rows.append((str(number), str(device), *sizes, *count))
         at_once = ", ".join(f"{readable_bytes(size)} on {device}" for device, size in self.device_bytes.items())
         lines = [
             f"predicted: {self.simulation.schedule.title}",
             *aligned(rows, left={1}),
-            f"step {self.seconds:.3g} s, bubble {self.simulation.timeline.bubble:.1%}, "
+            f"step {self.seconds:.3g} s, bubble {self.simulation.bubble:.1%} as stages take alone, without messages; "
             f"largest worker {readable_bytes(max(self.worker_bytes))}",
             f"at most {at_once} at once",
         ]
+        if away:
+            lines.append(f"activations in host memory: {readable_bytes(sum(self.host_bytes))}")
         return "\n".join(lines)
 
 
@@ -138,7 +150,7 @@ def predict_step(
         graphs: whether the actions are captured as graphs, whose memory nothing else uses between steps.
     """
     known = known or {}
-    split_stages = schedule.split_stages
+    split_stages, moves = schedule.split_stages, bool(offloaded(schedule))
     measured = measure_stages(
         partitions,
         devices,
@@ -149,6 +161,10 @@ def predict_step(
         split=split_stages,
     )
     seconds, sizes = [one.seconds for one in measured], tuple([one.bytes for one in measured])
+    shares = [here == there for here, there in pairwise(devices)] + [False]
+    moved = [one.moves(shares=each) for one, each in zip(sizes, shares, strict=True)]
+    links = {device: measure_host_link(device) for device in devices if moves and "offload" not in known}
+    copying = [links[device].seconds(size) for device, size in zip(devices, moved, strict=True) if links]
     costs = Costs(
         forward=[one.forward for one in seconds],
         backward=[one.input_gradient + one.weight_gradient for one in seconds],
@@ -158,6 +174,9 @@ def predict_step(
         checkpoint_activation=[one.checkpoint for one in sizes],
         waiting=[one.waiting + one.input_waits for one in sizes] if split_stages else None,
         message=[one.message for one in sizes[:-1]],
+        offload=copying or 0.0,
+        reload=copying or 0.0,
+        offloaded=[one.activation - size for one, size in zip(sizes, moved, strict=True)] if moves else 0.0,
     )
     simulation = simulate(schedule, replace(costs, **known), loss_outside=loss is None)
     outputs = () if loss is not None else (sizes[-1].message,) * schedule.micro_batches
@@ -167,7 +186,8 @@ def predict_step(
     ]
     of_targets = [sum(map(bytes_of, tensors)) for tensors, _ in targets or ()]
     peaks, statics = {}, of_targets if graphs else None
-    for device, peak in device_peaks(simulation.timeline, sizes, devices, outputs, statics).items():
+    orders = schedule.orders if moves else ()
+    for device, peak in device_peaks(simulation.timeline, sizes, devices, outputs, statics, orders).items():
         own = [number for number, other in enumerate(devices) if other == device]
         states, step = optimizer_bytes(optimizer, [partitions[number].parameters() for number in own], device)
         for number, state in zip(own, states, strict=True):
@@ -177,7 +197,9 @@ def predict_step(
         peaks[device] = fixed + (peak + after if graphs else max(peak, after))
     peaks[devices[0]] += sum(map(bytes_of, split.tensors))
     peaks[devices[-1]] += sum(of_targets)
-    return Prediction(tuple(devices), tuple(stages), simulation.costs, simulation, peaks)
+    inputs = [one.given if stage else 0 for stage, one in enumerate(sizes)]  # those of the first stage are the caller's
+    host = host_peaks(schedule, [[size] for size in moved], [[size] for size in inputs])
+    return Prediction(tuple(devices), tuple(stages), simulation.costs, simulation, peaks, tuple(host))
 
 
 def _stage_bytes(partition: nn.Sequential, activations: int, *, graphs: bool) -> StageBytes:

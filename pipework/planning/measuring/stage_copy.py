@@ -127,6 +127,14 @@ class ActionBytes:
         """What a micro-batch holds between its forward and its backward."""
         return self.checkpoint - self.clones + self.kept + self.target
 
+    def graph(self, *, shares: bool) -> int:
+        """What a graph holds, also of the output if the next stage `shares` its memory."""
+        return self.kept_with_output if shares else self.kept
+
+    def moves(self, *, shares: bool) -> int:
+        """How much of that goes to host memory."""
+        return self.moved if shares else self.moved + self.moved_output
+
 
 class Measured(NamedTuple):
     """One micro-batch on one stage; all of a backward that is not split counts as its first half."""

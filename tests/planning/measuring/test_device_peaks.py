@@ -1,11 +1,13 @@
 """Peaks of devices worked out by hand; test_predict.py compares them with what devices count."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pipework.planning.measuring.device_peaks import device_peaks
 from pipework.planning.measuring.stage_copy import ActionBytes, Need
-from pipework.schedule import build, simulate, with_recompute
+from pipework.schedule import build, simulate, with_offload, with_recompute
 
 A, B = torch.device("cuda", 0), torch.device("cuda", 1)
 # Each action makes what it leaves at once: a graph of 10, an output of 3, gradients of 5 for the parameters.
@@ -52,6 +54,19 @@ def test_a_recomputed_micro_batch_keeps_its_input_only() -> None:
     # The inputs of all, the clones of all but one, and the graph; the copy of the first input is gone by then.
     assert peaks("gpipe", 4, [A, B], recomputed=4)[B] == 4 * 3 + 4 * 1 - 1 + 10 + 8
     assert peaks("gpipe", 4, [A], recomputed=4)[A] == 3 * 1 + 10 + 8
+
+
+def test_what_is_on_the_host_does_not_count() -> None:
+    stage = replace(STAGE, moved=6, moved_output=1)
+
+    def peak(recomputed: int, devices: list[torch.device]) -> int:
+        schedule = with_offload(with_recompute(build("gpipe", workers=2, chunks=4), recomputed))
+        return device_peaks(simulate(schedule).timeline, [stage] * 2, devices, orders=schedule.orders)[devices[1]]
+
+    # In the first backward three graphs are there: its own, that of the next, which comes back, and the newest.
+    assert peak(0, [A, B]) == 4 * 3 + 3 * 10 + (10 - 7) + 8
+    assert peak(0, [A, A]) < peaks("gpipe", 4, [A, A])[A]
+    assert peak(4, [A, B]) == 4 * 3 + 4 * 1 - 1 + 10 + 8 - 3  # the input of one is away
 
 
 @pytest.mark.parametrize("chunks", [1, 8])
