@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pipework.schedule import simulate
 from pipework.schedule.draw.units import aligned, counted
+from pipework.schedule.edges import offloaded
 from pipework.values.dtensor import is_over_processes, local_part
 
 if TYPE_CHECKING:
@@ -17,8 +19,9 @@ def table(pipe: Pipe) -> str:
 
     Of a pipe that is attached to a model, a partition has units of the model instead of layers. For a partition in
     another process, only its rank is known, and its number of layers or its units. If layers are sharded, a column
-    says how much of them is in this process. The bubble is the idle share of the workers' time if all partitions take
-    equally long and a backward takes twice as long as a forward.
+    says how much of them is in this process; if activations go to host memory, a column says those of how many
+    micro-batches. The bubble is the idle share of the workers' time, as in the plan of the pipe; without a plan, if all
+    partitions take equally long and a backward takes twice as long as a forward.
     """
     attached = pipe._attached
     of_model = "" if attached is None else f" of {type(attached.model).__name__}"
@@ -31,7 +34,9 @@ def table(pipe: Pipe) -> str:
     schedule = pipe.schedule()
     here = dict(zip(pipe.stages, pipe.partitions, strict=True))
     sharded = any(is_over_processes(parameter) for partition in here.values() for parameter in partition.parameters())
-    rows = [("partition", "device", f"{what}s", "parameters", "bytes", *(["bytes here"] if sharded else []))]
+    away = Counter(stage for stage, _ in offloaded(schedule))
+    more = [*(["bytes here"] if sharded else []), *(["offloads"] if away else [])]
+    rows = [("partition", "device", f"{what}s", "parameters", "bytes", *more)]
     for number, layers in enumerate(pipe.balance):
         worker = schedule.placement[number]
         device = str(pipe.devices[worker])
@@ -44,6 +49,7 @@ def table(pipe: Pipe) -> str:
             elsewhere = f"({layers})" if attached is None else attached.spans[number].ends
             rows.append((str(number), device, elsewhere, *(["-"] * (len(rows[0]) - 3))))
             continue
+        offloads = [f"{away[number]} of {schedule.micro_batches}"] if away else []
         parameters, names = list(here[number].parameters()), list(here[number]._modules)
         layers_here = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
         if attached is not None:
@@ -51,12 +57,16 @@ def table(pipe: Pipe) -> str:
         sizes = [sum(each.nbytes for each in parameters)]
         sizes += [sum(local_part(each).nbytes for each in parameters)] if sharded else []
         count = sum(each.numel() for each in parameters)
-        rows.append((str(number), device, layers_here, f"{count:,}", *map(readable_bytes, sizes)))
+        rows.append((str(number), device, layers_here, f"{count:,}", *map(readable_bytes, sizes), *offloads))
     how = pipe._executor.settings.graph_names
     graphs = f"graphs {', '.join(sorted(how - {'on'}) or how)}, " if how else ""
+    plan = pipe._executor.settings.plan
+    bubble = f"{simulate(schedule).bubble:.1%} if all partitions take equally long"
+    if plan is not None:
+        bubble = f"{plan.simulation.bubble:.1%} by the plan"
     summary = (
         f"schedule {schedule.name}, {counted(pipe.chunks, 'chunk')}, checkpoint {pipe.checkpoint!r}, "
-        f"{graphs}bubble {simulate(schedule).bubble:.1%} if all partitions take equally long"
+        f"{graphs}bubble {bubble}"
     )
     return "\n".join([heading, *aligned(rows, left={1, 2}), summary])
 
