@@ -41,6 +41,7 @@ def add_to(commands: Commands) -> None:
         parser.add_argument(name, type=read, metavar=metavar, help=about)
     about = f"write the plan ({', '.join(_ENDINGS)}); may be given several times"
     parser.add_argument("-o", "--output", type=Path, action="append", metavar="FILE", help=about)
+    parser.add_argument("--no-offload", dest="offload", action="store_false", help="leave activations on their devices")
     parser.add_argument("--quiet", action="store_true", help="print the plan only")
     parser.set_defaults(optimizer=2.0, seconds=30.0, output=[])
 
@@ -85,7 +86,7 @@ def plan(arguments: argparse.Namespace) -> Report:
     if (named is None) == (arguments.workers is None) or (named is None and len(profile.kinds) > 1):
         kinds = ", ".join(map(repr, profile.kinds))
         raise ValueError(f"give --workers if the profile has one kind of device, or else --devices; it has {kinds}")
-    names = ("batch", "chunks", "optimizer", "schedules", "seconds", "iterations")
+    names = ("batch", "chunks", "optimizer", "schedules", "offload", "seconds", "iterations")
     found = plan_profile(
         profile,
         [*profile.kinds] * int(arguments.workers) if named is None else named,

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from pipework.planning.host_peaks import host_peaks
 from pipework.planning.plan import Plan, WorkerBytes
 from pipework.planning.stages import far_skips
 from pipework.schedule import (
@@ -17,6 +18,7 @@ from pipework.schedule import (
     build,
     measure,
     spread_evenly,
+    with_offload,
     with_recompute,
     with_skips,
 )
@@ -40,6 +42,7 @@ class Candidate:
         schedule: a name, or a schedule, which says itself what is recomputed.
         balance: the layers of each stage.
         recomputed: the number of micro-batches that each stage recomputes in a schedule by name.
+        keep: the newest micro-batches of each stage whose activations stay on the device; None: all stay.
     """
 
     request: PlanRequest
@@ -49,6 +52,7 @@ class Candidate:
     schedule: str | Schedule
     balance: tuple[int, ...] = ()
     recomputed: tuple[int, ...] = ()
+    keep: int | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -71,7 +75,7 @@ class Candidate:
         return self.sums.costs(self.balance, self.kinds)
 
     def made(self) -> Schedule:
-        """The schedule, with recomputation and skip connections; made anew each time, since some take a gigabyte."""
+        """The schedule with all that belongs to it; made anew each time, since some take a gigabyte."""
         made = self.schedule
         if isinstance(made, str):
             workers = len(self.order)
@@ -79,16 +83,26 @@ class Candidate:
             plain = build(made, workers=workers, chunks=self.chunks, stages_per_worker=each, costs=self.costs)
             made = with_recompute(plain, [spread_evenly(count, self.chunks) for count in self.recomputed])
         skips = far_skips(self.sums.skips_between(self.balance))
-        return with_skips(made, skips) if skips else made
+        made = with_skips(made, skips) if skips else made
+        return made if self.keep is None else with_offload(made, self.costs, self.keep)
 
     @cached_property
+    def _step(self) -> tuple[Measures, list[int]]:
+        """The measures of the schedule with these costs, and the bytes of each worker in host memory."""
+        made, costs = self.made(), self.costs
+        spread = costs.spread(made.stages, len(made.skips))
+        graphs = [[round(whole - left)] for whole, left in zip(spread["activation"], spread["offloaded"], strict=True)]
+        inputs = [[round(size)] for size in spread["checkpoint_activation"]]
+        return measure(made, costs), host_peaks(made, graphs, inputs)
+
+    @property
     def measures(self) -> Measures:
         """The measures of the schedule with these costs.
 
         Raises:
             ValueError: the schedule does not go with the numbers of workers and micro-batches.
         """
-        return measure(self.made(), self.costs)
+        return self._step[0]
 
     @property
     def seconds(self) -> float:
@@ -104,17 +118,23 @@ class Candidate:
             fixed[worker] += held[stage]
             temporary[worker] = max(temporary[worker], needed[stage])
         limits = [self.request.limits[device] for device in self.order]
-        return tuple(map(WorkerBytes, fixed, self.measures.peak_memory, temporary, limits))
+        return tuple(map(WorkerBytes, fixed, self.measures.peak_memory, temporary, limits, self._step[1]))
 
     @property
     def fits(self) -> bool:
-        """Whether each worker is within its limit."""
-        return all(worker.fits for worker in self.workers)
+        """Whether each worker is within its limit, and what all have in host memory."""
+        return all(worker.fits for worker in self.workers) and self.host_bytes <= self.request.host_memory
+
+    @property
+    def host_bytes(self) -> float:
+        """What all workers have in host memory."""
+        return sum(worker.host for worker in self.workers)
 
     @property
     def rank(self) -> tuple[bool, float]:
         """For comparing: what fits before what does not, then the faster one, or the one that is less above a limit."""
-        return not self.fits, self.seconds if self.fits else max(each.total / each.limit for each in self.workers)
+        over = max(self.host_bytes / self.request.host_memory, *(each.total / each.limit for each in self.workers))
+        return not self.fits, self.seconds if self.fits else over
 
     def plan(self, named: Mapping[str, float] | None = None, notes: Sequence[str] = ()) -> Plan:
         """The plan.

@@ -30,7 +30,7 @@ from pipework.schedule import (
 from pipework.schedule.analysis.memory import SLACK
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.draw.units import aligned, counted, memory_text, time_text
-from pipework.schedule.edges import recomputed
+from pipework.schedule.edges import offloaded, recomputed
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,14 @@ class WorkerBytes:
         activations: of the micro-batches in flight.
         temporary: what an action needs beside that, and messages.
         limit: the most that it may hold; infinity: no limit.
+        host: what its micro-batches take in the memory of the host; not part of the total.
     """
 
     fixed: float
     activations: float
     temporary: float
     limit: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -69,7 +71,7 @@ class Plan(SavedAsJson):
         balance: the number of layers of each stage.
         chunks: the number of micro-batches.
         batch: the rows of a mini-batch.
-        schedule: all actions, with recomputation.
+        schedule: all actions, with recomputation, and with ``O`` and ``L`` where activations go to host memory.
         costs: of the stages' actions, in seconds and bytes.
         workers: the bytes that each worker holds at most.
         layers: of the model.
@@ -113,7 +115,7 @@ class Plan(SavedAsJson):
         check_numbers("numbers of the optimizer", (self.optimizer,))
         for held in self.workers:
             limit = 0 if held.limit == inf else held.limit
-            check_numbers("bytes of its workers", (held.fixed, held.activations, held.temporary, limit))
+            check_numbers("bytes of its workers", (held.fixed, held.activations, held.temporary, limit, held.host))
         if not all(isinstance(each, str) for each in (*self.devices, *self.notes)):
             raise TypeError("devices and notes of the plan: wanted texts")
 
@@ -137,14 +139,15 @@ class Plan(SavedAsJson):
         """The seconds that no schedule undercuts with these stages, micro-batches, recomputation and limits."""
         schedule, peaks = self.schedule, self.simulation.peak_memory
         again = Counter(stage for stage, _ in recomputed(schedule))
+        limits = [
+            max(held.limit - held.fixed - held.temporary, peak) for held, peak in zip(self.workers, peaks, strict=True)
+        ]
         return lower_bound(
             schedule.placement,
             schedule.micro_batches,
             self.costs,
-            memory_limit=[
-                max(held.limit - held.fixed - held.temporary, peak)
-                for held, peak in zip(self.workers, peaks, strict=True)
-            ],
+            # The bound knows no host memory, which lets more micro-batches be in flight.
+            memory_limit=None if offloaded(schedule) else limits,
             recomputed=[again[stage] for stage in range(schedule.stages)],
         )
 
@@ -156,9 +159,11 @@ class Plan(SavedAsJson):
 
     def __str__(self) -> str:
         schedule, step = self.schedule, self.seconds
+        away = Counter(stage for stage, _ in offloaded(schedule))
         rows: list[tuple[str, ...]] = [
-            ("worker", "device", "layers", "busy", "recomputes", "weights, gradients, optimizer",
-             "activations", "temporary", "total", "limit"),
+            ("worker", "device", "layers", "busy", "recomputes", *(["offloads"] if away else []),
+             "weights, gradients, optimizer", "activations", "temporary", "total", "limit",
+             *(["in host memory"] if away else [])),
         ]  # fmt: skip
         again = Counter(stage for stage, _ in recomputed(schedule))
         names = [layer.name for layer in self.layers]
@@ -173,9 +178,11 @@ class Plan(SavedAsJson):
                     self.devices[worker],
                     "; ".join(" .. ".join(dict.fromkeys(each)) for each in ends),
                     time_text(self.simulation.busy[worker], "s"),
-                    "; ".join(dict.fromkeys(f"{again[stage]} of {self.chunks}" for stage in stages)) if again else "-",
+                    self._shares(again, stages),
+                    *([self._shares(away, stages)] if away else []),
                     *(memory_text(size, "bytes") for size in sizes),
                     "-" if held.limit == inf else memory_text(held.limit, "bytes"),
+                    *([memory_text(held.host, "bytes")] if away else []),
                 )
             )
         rate = self.batch / step if step else inf
@@ -193,6 +200,10 @@ class Plan(SavedAsJson):
             text = ", ".join(f"{name} {time_text(seconds, 's')}" for name, seconds in best)
             lines.append(f"best schedules with a name, by the profile: {text}")
         return "\n".join([*lines, *self.notes])
+
+    def _shares(self, count: Mapping[int, int], stages: Sequence[int]) -> str:
+        """For how many micro-batches of each stage of a worker something is done."""
+        return "; ".join(dict.fromkeys(f"{count[stage]} of {self.chunks}" for stage in stages)) if count else "-"
 
     def _repr_svg_(self) -> str:
         return svg(self.timeline)

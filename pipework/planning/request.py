@@ -33,6 +33,8 @@ class PlanRequest:
         optimizer: the numbers that the optimizer keeps for each trained parameter, such as 2 for Adam.
         schedules: names that may be chosen; None: all.
         keeps_order: whether worker 0 has the first device, and so on.
+        offload: whether activations may go to host memory.
+        host_memory: the bytes that they may take there; infinity: no limit.
     """
 
     profile: Profile
@@ -43,6 +45,8 @@ class PlanRequest:
     optimizer: float = 2.0
     schedules: tuple[str, ...] | None = None
     keeps_order: bool = False
+    offload: bool = True
+    host_memory: float = inf
     _sums: dict[int, StageSums] = field(default_factory=dict, repr=False, compare=False)
 
     def sums(self, chunks: int) -> StageSums:
@@ -56,6 +60,11 @@ class PlanRequest:
     def kinds(self) -> tuple[str, ...]:
         """The kind of each device."""
         return tuple(map(self.profile.kind_of, self.devices))
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether candidates with activations in host memory are tried: their times must be known."""
+        return self.offload and all(self.profile.kinds[kind].host is not None for kind in self.kinds)
 
     @property
     def sharing(self) -> dict[str, int]:
@@ -73,6 +82,7 @@ def make_request(
     chunks: int | Sequence[int] | None = None,
     optimizer: float = 2.0,
     schedules: Sequence[str] | None = None,
+    offload: bool = True,
 ) -> PlanRequest:
     """Check what is asked for.
 
@@ -88,6 +98,7 @@ def make_request(
             32 times as many, with at least one row in each.
         optimizer: see :class:`PlanRequest`.
         schedules: see :class:`PlanRequest`.
+        offload: see :class:`PlanRequest`.
 
     Raises:
         TypeError: a number has a wrong type, or devices or schedules is no list.
@@ -108,7 +119,8 @@ def make_request(
     else:
         counts = _given_chunks(rows, chunks)
     names = checked_schedules(schedules)
-    request = PlanRequest(profile, places, (inf,) * len(places), rows, counts, float(optimizer), names)
+    no_limits = (inf,) * len(places)
+    request = PlanRequest(profile, places, no_limits, rows, counts, float(optimizer), names, offload=offload)
     limits = []
     for place, kind in zip(places, kinds, strict=True):
         size: float | str | None = memory.get(place, memory.get(kind)) if isinstance(memory, Mapping) else memory

@@ -1,7 +1,7 @@
 """The search for a plan: cuts, micro-batches, schedules, recomputation and orders of devices within a budget.
 
 1. Each schedule by name, with each number of micro-batches and each order of unequal devices, gets the best cut for it.
-   Where that does not fit, stages recompute until it does.
+   Where that does not fit, stages recompute until it does, or activations go to host memory: the faster one counts.
 2. In the best of these, layers are moved from stage to stage, as long as that helps.
 
 What is best is the simulated step of a candidate. Nothing here imports torch.
@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import permutations
-from math import inf
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipework.planning.candidate import Candidate
 from pipework.planning.cuts import CutProblem, best_cut
 from pipework.planning.request import make_request, memory_size
-from pipework.schedule import SCHEDULES, Costs, build, simulate
+from pipework.schedule import SCHEDULES, Costs, build, simulate, with_offload
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.draw.units import counted, memory_text, time_text
 from pipework.schedule.placement import loop_placement, wave_placement
@@ -92,7 +92,7 @@ def plan_profile(
         seconds: to search.
         iterations: candidates to try instead, which gives the same plan in every run.
         progress: called with a line for each better plan; None: lines are logged to "pipework" (INFO).
-        options: batch, chunks, optimizer and schedules, see `make_request`.
+        options: batch, chunks, optimizer, schedules and offload, see `make_request`.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -153,6 +153,13 @@ def no_plan_fits(request: PlanRequest, devices: Sequence[str], workers: Sequence
         devices: of the workers of the best plan.
         workers: what they hold.
     """
+    host = sum(worker.host for worker in workers)
+    if host > request.host_memory and all(worker.fits for worker in workers):
+        return ValueError(
+            f"no plan fits: in the best that was found, activations need {memory_text(host, 'bytes')} of host memory, "
+            f"and {memory_text(request.host_memory, 'bytes')} are free; raise the limits of the devices, or make "
+            "micro-batches smaller (more chunks)"
+        )
     limits, sharing = dict(zip(request.devices, request.limits, strict=True)), request.sharing
     held = list(zip(devices, workers, strict=True))
     worst = max(range(len(held)), key=lambda worker: workers[worker].total / limits[devices[worker]])
@@ -249,7 +256,8 @@ class Search:
                 if self._winner is not None and (self._share() > until or (until > 0.4 and self._winner.fits)):
                     break
                 if _key(start) not in self._best:
-                    self._take(self._fitted(start))
+                    for each in self._fitted(start):
+                        self._take(each)
         shapes: dict[tuple[object, ...], Candidate] = {}  # the best of each, whatever its schedule
         for each in self.best():
             shapes.setdefault(_key(each)[1:], each)
@@ -287,17 +295,37 @@ class Search:
 
     # A cut that fits
 
-    def _fitted(self, candidate: Candidate) -> Candidate:
-        """The best cut, as far as memory allows.
+    def _fitted(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The best cuts, as far as memory allows: with recomputation, and with activations in host memory.
 
-        Recomputation begins with none. As long as a worker's bytes are above its limit, its stages recompute more, and
-        the layers are cut again: what is recomputed takes time, so such a worker gets fewer layers.
+        They fit, or are the last ones that were tried.
+        """
+        plain = self._cut(candidate)
+        yield self._recomputing(plain)
+        if not self._request.may_offload or min(self._request.limits) == inf:
+            return
+        free = replace(self._problem(candidate), limits=[inf] * len(candidate.order))
+        if plain.fits and plain.balance == best_cut(free):  # no limit binds
+            return
+        moving = self._recomputing(self._cut(replace(candidate, keep=1)))
+        if moving.fits and moving.seconds > plain.seconds:  # copies take time: as many micro-batches stay as fit
+            fitting, all_stay = 1, ceil(max(self._peaks(candidate)))
+            while all_stay - fitting > 1:
+                keep = (fitting + all_stay) // 2
+                other = self._cut(replace(moving, keep=keep))
+                fitting, all_stay = (keep, all_stay) if other.fits else (fitting, keep)
+                moving = min(moving, other, key=lambda each: each.rank)
+        yield moving
 
-        Returns:
-            A candidate that fits, or the last one that was tried.
+    def _cut(self, candidate: Candidate) -> Candidate:
+        return self._tried(candidate, balance=best_cut(self._problem(candidate)))
+
+    def _recomputing(self, candidate: Candidate) -> Candidate:
+        """As long as a worker's bytes are above its limit, its stages recompute more, and the layers are cut again.
+
+        What is recomputed takes time, so such a worker gets fewer layers.
         """
         while True:
-            candidate = self._tried(candidate, balance=best_cut(self._problem(candidate)))
             over = [not candidate.workers[worker].fits for worker in candidate.placement]
             part = -(-candidate.chunks // _PARTS)
             more = tuple(
@@ -306,7 +334,7 @@ class Search:
             )
             if more == candidate.recomputed:
                 return candidate
-            candidate = replace(candidate, recomputed=more)
+            candidate = self._cut(replace(candidate, recomputed=more))
 
     def _problem(self, candidate: Candidate) -> CutProblem:
         """The layers to be cut: their seconds with recomputation, and their bytes with what is in flight."""
@@ -330,12 +358,13 @@ class Search:
 
     def _peaks(self, candidate: Candidate) -> tuple[float, ...]:
         """The micro-batches that each stage holds at most, if all stages take equally long."""
-        key = candidate.schedule, candidate.placement, candidate.chunks
+        key = candidate.schedule, candidate.placement, candidate.chunks, candidate.keep
         if key not in self._in_flight:
             assert isinstance(candidate.schedule, str)
             workers = len(candidate.order)
             each = len(candidate.placement) // workers
             made = build(candidate.schedule, workers=workers, chunks=candidate.chunks, stages_per_worker=each)
+            made = made if candidate.keep is None else with_offload(made, keep=candidate.keep)
             self._in_flight[key] = simulate(made, Costs()).stage_peak_memory
         return self._in_flight[key]
 
@@ -367,4 +396,4 @@ class Search:
 
 
 def _key(candidate: Candidate) -> tuple[object, ...]:
-    return candidate.schedule, candidate.order, candidate.placement, candidate.chunks
+    return candidate.schedule, candidate.order, candidate.placement, candidate.chunks, candidate.keep

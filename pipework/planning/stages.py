@@ -62,9 +62,10 @@ class StageSums:
         return [layer.weights + layer.trained * (1 + self.optimizer) + layer.buffers for layer in self.profile.layers]
 
     @cached_property
-    def _byte_sums(self) -> tuple[list[float], list[float], list[float]]:
-        """Of the fixed bytes, of the activations, and of what waits between I and W."""
-        return _sums(self.fixed), _sums(self.activations), _sums(each.waiting for each in self._measured.bytes)
+    def _byte_sums(self) -> tuple[list[float], ...]:
+        """Of the fixed bytes, of the activations, of what waits between I and W, and of what no ``O`` moves."""
+        waiting, staying = zip(*((each.waiting, each.stays) for each in self._measured.bytes), strict=True)
+        return _sums(self.fixed), _sums(self.activations), _sums(waiting), _sums(staying)
 
     def layer_seconds(self, kind: str, *, again: float = 0.0) -> list[float]:
         """F + I + W of each layer on a kind of device, and of a share of recomputed micro-batches F once more."""
@@ -76,7 +77,7 @@ class StageSums:
 
     def costs(self, balance: Sequence[int], kinds: Sequence[str]) -> Costs:
         """The costs of the stages of a cut, each on a kind of device, in seconds and bytes."""
-        sizes, kept, waiting = self._measured.bytes, *self._byte_sums[1:]
+        sizes, kept, waiting, staying = self._measured.bytes, *self._byte_sums[1:]
         spans, sums = _spans(balance), self._second_sums
         forward, inputs, weights = (
             [sums[kind][index][end] - sums[kind][index][begin] for (begin, end), kind in zip(spans, kinds, strict=True)]
@@ -91,7 +92,15 @@ class StageSums:
             checkpointed[popping] += size
             if popping == stashing + 1:  # it goes with the value
                 sent[stashing] += size
-        transfer = self.profile.transfer
+        transfer, hosts = self.profile.transfer, [self.profile.kinds[kind].host for kind in kinds]
+        # Inputs stay: layers and the stage before may use them.
+        offloaded = [
+            size + staying[end] - staying[begin] for size, (begin, end) in zip(checkpointed, spans, strict=True)
+        ]
+        copying = [
+            0.0 if host is None else host.seconds(whole - size)
+            for host, whole, size in zip(hosts, held, offloaded, strict=True)
+        ]
         return Costs(
             forward=forward,
             backward=[i + w for i, w in zip(inputs, weights, strict=True)],
@@ -103,6 +112,9 @@ class StageSums:
             checkpoint_activation=checkpointed,
             waiting=[waiting[end] - waiting[begin] for begin, end in spans],
             message=sent,
+            offload=copying,
+            reload=copying,
+            offloaded=offloaded,
         )
 
     def skips_between(self, balance: Sequence[int]) -> dict[tuple[int, int], int]:

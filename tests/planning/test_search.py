@@ -13,10 +13,10 @@ from pipework.planning.layer_costs import DeviceKind, LayerSeconds, LinkSpeed, S
 from pipework.planning.plan import Plan
 from pipework.planning.profiles import Profile
 from pipework.planning.request import make_request
-from pipework.planning.search import orders, plan_profile
+from pipework.planning.search import Budget, best_plans, no_plan_fits, orders, plan_profile
 from pipework.schedule import SCHEDULES, from_csv, validate
 from pipework.schedule.analysis.memory import SLACK
-from pipework.schedule.edges import recomputed
+from pipework.schedule.edges import offloaded, recomputed
 from tests.planning.made_profiles import made
 
 UNEVEN = [1.0, 3.0, 1.0, 2.0, 1.0, 1.0, 4.0, 1.0]
@@ -66,6 +66,48 @@ def test_recomputation_is_chosen_for_the_stage_that_needs_it() -> None:
     # Four layers take 1600 bytes beside micro-batches of 400 bytes, and the first stage has two of those in flight.
     assert plan.balance == (4, 4)
     assert {stage for stage, _ in recomputed(plan.schedule)} == {0}
+
+
+def over_a_link(bytes_per_second: float | None) -> Profile:
+    profile = made([1.0] * 8, kept=[100] * 8)
+    host = None if bytes_per_second is None else LinkSpeed(0.0, bytes_per_second)
+    return replace(profile, kinds={name: replace(kind, host=host) for name, kind in profile.kinds.items()})
+
+
+@pytest.mark.parametrize(
+    ("profile", "options", "offloads"),
+    [
+        (over_a_link(1e9), {}, True),
+        (over_a_link(1.0), {}, False),  # copies take longer than forwards do
+        (over_a_link(None), {}, False),
+        (over_a_link(1e9), {"offload": False}, False),
+        (over_a_link(1e9), {"memory": 5000}, False),  # nothing lacks
+    ],
+)
+def test_activations_go_to_the_host_where_memory_lacks_and_the_link_is_fast(
+    profile: Profile, options: dict[str, Any], offloads: bool
+) -> None:
+    plan = planned(profile, ["device"] * 4, chunks=8, schedules=["1f1b"], **{"memory": 1520, **options})
+    assert bool(offloaded(plan.schedule)) is offloads
+    assert all(worker.fits for worker in plan.workers)
+    free = planned(profile, ["device"] * 4, chunks=8, schedules=["1f1b"])
+    if offloads:
+        assert plan.seconds == free.seconds
+        assert plan.workers[0].host > 0
+        assert Plan.from_json(plan.to_json(), "plan.json") == plan
+        titles, first, *_ = str(plan).splitlines()[1:]
+        assert "offloads" in titles
+        assert titles.endswith("in host memory")
+        assert "of 8" in first
+
+
+def test_host_memory_that_is_too_small_is_named() -> None:
+    profile = over_a_link(1e9)
+    request = replace(make_request(profile, ["device"] * 4, 1520, chunks=8, schedules=["1f1b"]), host_memory=10)
+    assert not offloaded(best_plans(request, Budget(iterations=60), print)[0].schedule)
+    plan = planned(profile, ["device"] * 4, chunks=8, schedules=["1f1b"], memory=1520)
+    error = no_plan_fits(request, plan.devices, plan.workers)
+    assert re.search("activations need .* of host memory, and 10 B are free", str(error))
 
 
 def test_a_small_device_comes_where_little_is_in_flight() -> None:

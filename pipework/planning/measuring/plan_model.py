@@ -33,6 +33,7 @@ from pipework.planning.plan import Plan, WorkerBytes
 from pipework.planning.profiles import Profile
 from pipework.planning.request import check_options, checked_schedules, make_request
 from pipework.planning.search import Budget, best_plans, no_plan_fits
+from pipework.runtime.free_memory import free_host_memory
 from pipework.runtime.out_of_memory import is_out_of_memory
 from pipework.schedule.draw.units import counted
 
@@ -55,7 +56,9 @@ _WARM_UP = 2
 _LEAST_STEPS = 2  # of a turn, that count
 _CLEARLY = 0.98  # of the first plan's seconds; less is noise
 _SLOWED = 1.25  # of the step by the profile; less is usual
-_TIMES = ("forward", "backward", "input_gradient", "weight_gradient", "transfer", "skip_transfer")
+_TIMES = (
+    "forward", "backward", "input_gradient", "weight_gradient", "transfer", "skip_transfer", "offload", "reload",
+)  # fmt: skip
 
 
 def plan(
@@ -71,6 +74,7 @@ def plan(
     chunks: int | Sequence[int] | None = None,
     optimizer: float = 2.0,
     schedules: Sequence[str] | None = None,
+    offload: bool = True,
     seconds: float | None = 30.0,
     iterations: int | None = None,
     keywords: Mapping[str, Any] | None = None,
@@ -100,6 +104,8 @@ def plan(
         chunks: the number of micro-batches, or several to choose from; None: the planner's choice.
         optimizer: how many numbers it keeps for each trained parameter: 2 for Adam, 0 for plain SGD.
         schedules: names that may be chosen; None: all.
+        offload: whether activations may go to host memory where that of devices is too small, if the link is known: it
+            is measured on accelerators, and `Rates` may have it.
         seconds: for measuring layers, the search, and trying steps. All layers run a few times, and the best plan some
             steps, however long that takes. Where memory is limited, given or known, there is another search if the
             stages turn out to need more than their layers.
@@ -130,6 +136,7 @@ def plan(
     report, budget = checked_report(progress), Budget.of(seconds, iterations)
     end = time.perf_counter() + budget.seconds
     options: dict[str, Any] = {"batch": batch, "chunks": chunks, "optimizer": optimizer, "schedules": schedules}
+    options["offload"] = offload
     measuring: dict[str, Any] = {
         "sample": sample, "target": target, "loss_fn": loss_fn, "keywords": keywords, "timeout": timeout,
     }  # fmt: skip
@@ -175,6 +182,7 @@ def plan(
     whole = checked_batch(len(places), {*map(str, places), *map(device_kind, places)}, memory)
     measured = profile_of(layers, whole, places, timeout, report)
     request = make_request(measured, [str(each) for each in places], memory, **options)
+    request = replace(request, host_memory=free_host_memory())
     search = budget._replace(seconds=max(budget.seconds / _PARTS, (end - time.perf_counter()) * (1 - 1 / _PARTS)))
     return plan_that_fits(request, layers, whole, search, timeout, report, end)
 
@@ -358,7 +366,8 @@ def measured_plan(plan: Plan, limits: Mapping[str, float], module: nn.Sequential
     for device, size in zip(plan.devices, found.worker_bytes, strict=True):
         own[device] += size
     workers = []
-    for device, size, peak in zip(plan.devices, found.worker_bytes, found.simulation.peak_memory, strict=True):
+    per_worker = zip(plan.devices, found.worker_bytes, found.simulation.peak_memory, found.host_bytes, strict=True)
+    for device, size, peak, host in per_worker:
         rest = max(0.0, found.device_bytes[torch.device(device)] - own[device]) / plan.devices.count(device)
-        workers.append(WorkerBytes(size - peak, peak, rest, limits[device]))
+        workers.append(WorkerBytes(size - peak, peak, rest, limits[device], host))
     return replace(plan, costs=found.costs, workers=tuple(workers))

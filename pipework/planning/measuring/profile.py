@@ -193,7 +193,8 @@ class _Way(NamedTuple):
         if self.rates:
             speed = self.rates.host_bytes_per_second
             return None if speed is None else LinkSpeed(0.0, speed)
-        return None if self.place == _META else measure_host_link(self.place)
+        # Activations of CPU workers are in host memory already.
+        return measure_host_link(self.place) if is_accelerator(self.place) else None
 
     def layers(self, module: nn.Sequential, sample: Sample) -> list[Measured]:
         """Each layer alone, with the median times of some rounds."""
