@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
@@ -78,15 +78,17 @@ def with_offload(
     if schedule.inference:
         return schedule
     spread = (_USUAL if costs is None else costs).spread(schedule.stages, len(schedule.skips))
-    ended, orders = run(schedule, spread), list(schedule.orders)
+    ended, inputs = run(schedule, spread), recomputed(schedule)
+    orders = []
     for worker, order in enumerate(schedule.orders):
         moves = _moves(schedule, worker, keep)
-        loads = _loads(schedule, worker, moves, ended, spread, after_forwards=loss_outside)
-        moving = tuple(_with_copies(order, moves, loads))
-        changed = replace(schedule, orders=(*orders[:worker], moving, *orders[worker + 1 :]))
-        if _peak(changed, worker, spread) * SLACK < _peak(schedule, worker, spread):
-            orders[worker] = moving
-    return schedule if tuple(orders) == schedule.orders else replace(schedule, orders=tuple(orders))
+        loads = _loads(schedule, worker, moves, ended, spread, inputs, after_forwards=loss_outside)
+        orders.append(tuple(_with_copies(order, moves, loads)))
+    moving = replace(schedule, orders=tuple(orders))
+    # Memory depends on the order of its worker alone, and so does whether copies can run.
+    pays = [_peak(moving, n, spread) * SLACK < _peak(schedule, n, spread) for n in range(schedule.workers)]
+    orders = [new if pay else old for new, old, pay in zip(orders, schedule.orders, pays, strict=True)]
+    return replace(schedule, orders=tuple(orders)) if any(pays) else schedule
 
 
 def _moves(schedule: Schedule, worker: int, keep: int) -> Mapping[int, int]:
@@ -108,10 +110,17 @@ def _moves(schedule: Schedule, worker: int, keep: int) -> Mapping[int, int]:
 
 
 def _loads(
-    schedule: Schedule, worker: int, moves: Mapping[int, int], ended: Run, costs: StageCosts, *, after_forwards: bool
+    schedule: Schedule,
+    worker: int,
+    moves: Mapping[int, int],
+    ended: Run,
+    costs: StageCosts,
+    inputs: Set[tuple[int, int]],
+    *,
+    after_forwards: bool,
 ) -> Mapping[int, list[Action]]:
     """The loads before each position: from the last to the first, each as late as it can be to end in time."""
-    order, table, inputs = schedule.orders[worker], schedule.table, recomputed(schedule)
+    order, table = schedule.orders[worker], schedule.table
     # When the worker comes to each position.
     ends = (0.0 if table[action[0]].beside else end for action, end in zip(order, ended.ends[worker], strict=True))
     reached = list(accumulate(ends, max, initial=0.0))

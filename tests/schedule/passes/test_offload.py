@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -30,6 +31,25 @@ from pipework.timeline.trace import tracks
 # Worker 0 of the documentation's picture, and what its second worker does meanwhile.
 SCHEDULE = from_csv("0F0,0O0,0F1,0O1,0F2,0O2,0L0,0B0,0L1,0F3,0B1,0L2,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3")
 COSTS = Costs(offload=0.5, reload=0.75, offloaded=0.25)
+
+
+def check_copies(found):
+    """An O ends before the next one begins, an L likewise; each comes after what it needs."""
+    line, table = found.timeline, found.timeline.table
+    ends = {(table[each.action.kind].gives, *each.action[1:3]): each.end for each in line.intervals}
+    ends |= {(each.action.kind, *each.action[1:3]): each.end for each in line.communication}
+    for worker in range(line.workers):
+        for kind in "OL":
+            row = [each for each in line.communication if each.worker == worker and each.action.kind == kind]
+            assert all(one.end <= other.start for one, other in pairwise(row))
+    for each in (*line.intervals, *line.communication):
+        kind, stage, micro_batch, _ = each.action
+        needed = [*table[kind].needs, *("L" for _ in "x" if kind in table["L"].before)]
+        assert all(each.start >= ends.get((name, stage, micro_batch), 0) for name in needed)
+    path = found.critical_path
+    assert path[0].start == 0
+    assert path[-1].end == found.makespan
+    assert all(one.end == other.start for one, other in pairwise(path))
 
 
 def test_copies_run_beside_the_computation():
@@ -72,11 +92,8 @@ def test_times(text, costs, times):
     found = simulate(from_csv(text), costs)
     rows = (*found.timeline.intervals, *found.timeline.communication)
     assert set(times.split("|")) <= {f"{each.action} {each.start:g} {each.end:g}" for each in rows}
-    path = found.critical_path
-    assert path[0].start == 0
-    assert path[-1].end == found.makespan
-    assert all(one.end == other.start for one, other in pairwise(path))
-    assert any(each.action.kind in "OL" for each in path) == (found.exposed_communication > 0)
+    check_copies(found)
+    assert any(each.action.kind in "OL" for each in found.critical_path) == (found.exposed_communication > 0)
 
 
 @pytest.mark.parametrize(
@@ -136,14 +153,14 @@ def test_named_schedules():
     ]
     moved = set()
     for name in sorted(set(SCHEDULES) - {"forward-only"}):
-        for workers, chunks, keep in ((2, 8, 1), (3, 6, 2), (4, 8, 1)):
+        for workers, chunks, keep in ((2, 6, 1), (4, 8, 2)):
             schedule = generator.choice(passes)(build(name, workers=workers, chunks=chunks))
             time = generator.choice([0.25, 0.5, 1.0])
             costs = Costs(offload=time, reload=time, offloaded=0.125, checkpoint_activation=0.25)
             moving = with_offload(schedule, costs, keep)
             plain, found = simulate(schedule, costs), simulate(moving, costs)
-            # A recompute needs its input earlier than a backward, and may come right behind another.
-            assert found.makespan <= plain.makespan + ("R" in schedule.kinds) * costs.reload * 0.5, (schedule, keep)
+            # A recompute may come right behind another, so that its input is late by a fraction of a forward.
+            assert found.makespan <= plain.makespan + ("R" in schedule.kinds) * costs.reload / 4, (schedule, keep)
             assert found.lower_bound <= found.makespan
             for before, after in zip(plain.peak_memory, found.peak_memory, strict=True):
                 assert after <= before
@@ -152,8 +169,10 @@ def test_named_schedules():
             assert (moving is schedule) == moving.kinds.isdisjoint("OL")
             if moving is not schedule:
                 moved.add(name)
-                for channel in ("pair", "worker"):
-                    assert validate(with_communication(moving, costs, channel=channel), channel=channel).ok
+                slow = replace(costs, offload=generator.uniform(0, 4), reload=generator.uniform(0, 4))
+                check_copies(simulate(moving, slow))
+                channel = generator.choice(["pair", "worker"])
+                assert validate(with_communication(moving, costs, channel=channel), channel=channel).ok
                 assert validate(with_sharding(moving, 1)).ok
     assert moved == {*SCHEDULES} - {"forward-only"}
 
