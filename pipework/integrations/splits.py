@@ -229,7 +229,7 @@ class PackedSequences:
                 "with position_ids that begin with 0 in each sequence, or cut batches yourself, with split="
             )
         tokens = keywords["input_ids"].shape[1]
-        cuts = sorted({min(starts, key=lambda start: abs(start - tokens * n / chunks)) for n in range(chunks)})
+        cuts = sorted({0, *(min(starts, key=lambda start: abs(start - tokens * n / chunks)) for n in range(1, chunks))})
         pieces = [
             {name: self._of_tokens(name, value, named, *ends) for name, value in named.items()}
             for ends in itertools.pairwise([*cuts, tokens])
