@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -17,10 +16,11 @@ from pipework.assignment.from_plan import planned
 from pipework.integrations import adapter_for
 from pipework.model import mini_batch
 from pipework.model.batchnorm import convert_deferred_batch_norm
-from pipework.model.marks import MicroBatches, checked_pieces, has_micro_batches
+from pipework.model.marks import MicroBatches, has_micro_batches
 from pipework.model.parts.check import Weighed, check_parts, check_rows
 from pipework.model.parts.cut import Cuttable, refuse_own_forward
 from pipework.model.parts.following import Following, own_parameters, take_over
+from pipework.model.parts.forward_arguments import OF_PIPE, ForwardArguments
 from pipework.model.parts.leaves import mapped
 from pipework.model.parts.outputs import joined, output_dims
 from pipework.model.parts.part import Part
@@ -34,13 +34,13 @@ from pipework.settings import Settings
 from pipework.signatures import positional_names, signature_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
     import pipework
     from pipework.distributed.mesh import Mesh
-    from pipework.model.marks import OwnSplit, Piece
+    from pipework.model.marks import OwnSplit
     from pipework.planning.plan import Plan
     from pipework.schedule import Schedule, ScheduleSpec
 
@@ -254,9 +254,6 @@ def attach(
     return pipe
 
 
-_OF_PIPE: Final = frozenset({"target", "return_output", "loss_scale", "outputs"})  # arguments of a call of a pipe
-
-
 def _refuse_attached_or_wrapped(model: nn.Module) -> None:
     """Raises a ValueError if a model has a pipe, or something changes how the whole model runs."""
     if isinstance(model.__dict__.get("forward"), AttachedForward):
@@ -390,77 +387,6 @@ def _refuse_steps_without_pipe(model: nn.Module) -> None:
     weakref.finalize(model, hook.remove)
 
 
-@dataclass(frozen=True)
-class ForwardArguments:
-    """The arguments of a model's forward, one of which is the target of its loss.
-
-    Attributes:
-        signature: of the forward.
-        target: the name of the argument that the model's own loss needs; None: it has none.
-    """
-
-    signature: inspect.Signature
-    target: str | None
-
-    def by_name(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name."""
-        bound = self.signature.bind(*arguments, **keywords)
-        named = dict(bound.arguments)
-        for parameter in bound.signature.parameters.values():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                named.update(named.pop(parameter.name, {}))
-        return named
-
-    def argument_of(self, given: Arguments, name: str) -> Any:
-        """One of them; None: it is not given."""
-        return self.by_name(*given).get(name)
-
-    def with_argument(self, given: Arguments, name: str, value: Any) -> Arguments:
-        """The arguments with another value for one of them."""
-        arguments, keywords = given
-        if name in keywords:
-            return arguments, {**keywords, name: value}
-        place = [*self.signature.parameters].index(name)
-        return (*arguments[:place], value, *arguments[place + 1 :]), {**keywords}
-
-    def with_arguments(self, given: Arguments, values: Mapping[str, Any]) -> Arguments:
-        """The arguments with other values, or more of them."""
-        given_already = self.by_name(*given)
-        for name, value in values.items():
-            if name in given_already:
-                given = self.with_argument(given, name, value)
-            else:
-                given = given[0], {**given[1], name: value}
-        return given
-
-    def by_position(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Arguments:
-        """The same arguments by position, as far as possible, since a pipe has arguments of its own with their names.
-
-        Raises:
-            TypeError: one of these names can be given by name only.
-        """
-        bound = self.signature.bind(*arguments, **keywords)
-        bound.apply_defaults()
-        named = {name: value for name, value in bound.kwargs.items() if name in keywords}
-        if taken := _OF_PIPE.intersection(named):
-            raise TypeError(
-                f"the forward takes {', '.join(map(repr, sorted(taken)))} by name only, and a pipe has arguments of "
-                "these names: let the forward take it by position, or rename it"
-            )
-        return bound.args, named
-
-    def split(
-        self, function: OwnSplit, arguments: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int
-    ) -> list[Piece]:
-        """The micro-batches that a function of the user's makes of all arguments but the target, by their names."""
-        names = self.by_name(arguments, keywords)
-        names.pop(self.target or "", None)
-        parts = checked_pieces(function, (), names, target, chunks)
-        if target is None or self.target is None:
-            return parts
-        return [(inputs, {**named, self.target: of}, of) for inputs, named, of in parts]
-
-
 class AttachedModel:
     """A model to which a pipe is attached; the pipe knows it, and it does not know the pipe.
 
@@ -508,7 +434,7 @@ class AttachedModel:
             names[self.target] = self.adapter.counted(self.target, names)
             arguments, keywords = self.forward.with_argument((arguments, keywords), self.target, names[self.target])
         keywords = self.adapter.mini_batch(keywords)
-        if not _OF_PIPE.isdisjoint(keywords):
+        if not OF_PIPE.isdisjoint(keywords):
             arguments, keywords = self.forward.by_position(arguments, keywords)
         return arguments, keywords, names
 
@@ -541,7 +467,7 @@ class AttachedForward:
         if adapter.is_generating(keywords):  # with a cache, the model runs by itself, and needs all layers
             return type(model).forward(model, *arguments, **keywords)
         options = {"outputs": self._outputs}
-        for name in ("loss_scale",) if self._place is not None else _OF_PIPE:
+        for name in ("loss_scale",) if self._place is not None else OF_PIPE:
             if name in keywords and name not in self.__signature__.parameters:
                 options[name] = keywords.pop(name)
         if "target" in options and pipe._executor.settings.loss_fn is None:
@@ -552,7 +478,8 @@ class AttachedForward:
         arguments, keywords, names = attached.call_of(arguments, keywords)
         target = None if attached.target is None else names.get(attached.target)
         if self._place is None or target is None:
-            return adapter.form(pipe(*arguments, **keywords, **options), names)
+            got = pipe(*arguments, **keywords, **options)
+            return (got[0], adapter.form(got[1], names)) if options.get("return_output") else adapter.form(got, names)
         trains = model.training and torch.is_grad_enabled()
         got = pipe(*arguments, **keywords, target=target, return_output=not trains, **options)
         loss, result = (got, None) if trains else got

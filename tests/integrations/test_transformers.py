@@ -304,6 +304,18 @@ def test_sequences_that_are_packed_into_one_row_are_cut_between_them() -> None:
     (_, first, _), *_ = split_for(model.config, {**batch, **given}, "labels")((), {**batch, **given}, None, 3)  # type: ignore[misc]
     assert first["cu_seq_lens_k"].tolist() == [0, 5, 8]
     assert first["max_length_q"] == 5
+    began_before = {"input_ids": ids, "position_ids": torch.cat([torch.tensor([[2, 3]]), positions[:, 2:]], 1)}
+    pieces = split_for(model.config, began_before, "labels")((), began_before, None, 3)  # type: ignore[misc]
+    assert torch.equal(torch.cat([piece["input_ids"] for _, piece, _ in pieces], 1), ids)
+    model = llama()
+    others = {"input_ids": ids, "position_ids": positions}
+    attach(model, others, chunks=3, devices=["cpu"] * 2, loss_fn=of_tokens, loss_weight=torch.numel)
+    loss, output = model(**others, target=ids, return_output=True)
+    torch.testing.assert_close(loss, of_tokens(output, ids))
+
+
+def of_tokens(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.logits[0], target[0])
 
 
 def flash(offsets: list[int], longest: int) -> dict[str, Any]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from pipework.assignment.partition import not_sequential
 from pipework.integrations import adapter_for
-from pipework.model.marks import checked_pieces
 from pipework.model.parts.cut import Cuttable
+from pipework.model.parts.forward_arguments import ForwardArguments
 from pipework.model.parts.sample import LossPlace, as_given
 from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from pipework.model.marks import OwnSplit, Piece
 
 
 def as_layers(
@@ -61,9 +60,9 @@ def as_layers(
     name = target if isinstance(target, str) else "labels" if loss_fn is None else "target"
     split = adapter.split(named, name)
     cuttable = Cuttable(model, sample, blocks=None, adapter=adapter, has_rows=split is None)
+    forward = ForwardArguments(signature_of(type(model).forward.__get__(model)), name)
+    values = forward.by_name(inputs, named)
     if loss_fn is None and (place := LossPlace.in_result(cuttable.result)) is not None:
-        arguments = signature_of(type(model).forward.__get__(model)).bind(*inputs, **named).arguments
-        values = arguments | named
         if name not in values:
             raise ValueError(
                 f"the sample has no {name!r} (it has {', '.join(map(repr, values))}): name the argument that the "
@@ -72,16 +71,6 @@ def as_layers(
         loss_fn, target = place, values[name]
     given = {"sample": inputs, "keywords": adapter.mini_batch(named), "target": target, "loss_fn": loss_fn}
     if split is not None:
-        given["split"] = functools.partial(_split_with_target, split, name)
+        forward = forward if name in values else replace(forward, target=None)
+        given["split"] = functools.partial(forward.split, split)
     return cuttable.sequential(), given
-
-
-def _split_with_target(
-    split: OwnSplit, name: str, inputs: tuple[Any, ...], keywords: dict[str, Any], target: Any, chunks: int
-) -> list[Piece]:
-    """As a function for batches without the target cuts them; the model gets the target, too, if it has it."""
-    others = {each: value for each, value in keywords.items() if each != name}
-    pieces = checked_pieces(split, inputs, others, target, chunks)
-    if name not in keywords:
-        return pieces
-    return [(first, {**given, name: of}, of) for first, given, of in pieces]
