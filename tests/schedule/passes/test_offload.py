@@ -153,7 +153,7 @@ def test_named_schedules():
     ]
     moved = set()
     for name in sorted(set(SCHEDULES) - {"forward-only"}):
-        for workers, chunks, keep in ((2, 6, 1), (4, 8, 2)):
+        for workers, chunks, keep in ((2, 6, 2), (4, 8, 1)):
             schedule = generator.choice(passes)(build(name, workers=workers, chunks=chunks))
             time = generator.choice([0.25, 0.5, 1.0])
             costs = Costs(offload=time, reload=time, offloaded=0.125, checkpoint_activation=0.25)
