@@ -112,6 +112,7 @@ def attach(
     split: OwnSplit | None = None,
     debug: str | Iterable[str] = (),
     graphs: bool | str | Iterable[str] = False,
+    offload: bool | str | int = False,
 ) -> pipework.Pipe:
     """Makes a pipe of a model, and lets the model's forward run in it.
 
@@ -164,6 +165,7 @@ def attach(
             is passed to the model in the same way.
         debug: see `Pipe`.
         graphs: see `Pipe`.
+        offload: see `Pipe`.
 
     Returns:
         The pipe. `pipe.eval()` is not needed: it follows `model.train()` and `model.eval()`.

@@ -107,7 +107,7 @@ class Executor:
         self.call = "pipe", "x, target=y"
         self._device_types = sorted({"cpu", *(device.type for device in assignment.devices)})
         self.skips = self._skips_between(partitions)
-        self._programs: dict[tuple[int, str, bool], Program] = {}
+        self._programs: dict[tuple[int, str, int | None, bool], Program] = {}
         self._engine: Engine | None = None
         self._engine_lock = threading.Lock()
 
@@ -316,8 +316,8 @@ class Executor:
         settings, trains = self.settings, call.training and call.grad
         last = self._backend.rank_of(self._assignment.placement[-1])  # it reads the target
         try:
-            mode = settings.checkpoint if trains else "never"
-            program = self._program(micro_batches, mode, inside=call.has_target)
+            mode, keep = (settings.checkpoint, settings.keep) if trains else ("never", None)
+            program = self._program(micro_batches, mode, keep, inside=call.has_target)
             if call.has_target:
                 return program
             if trains and not program.loss_may_be_outside:
@@ -366,7 +366,8 @@ class Executor:
         from pipework.planning.measuring.predict import predict_step  # a step needs nothing of planning
 
         batch = self.prepared(inputs, keyword_inputs, target, grad=True, keeps_output=False)
-        program = self._program(len(batch.rows), self.settings.checkpoint, inside=target is not None)
+        mode, keep = self.settings.checkpoint, self.settings.keep
+        program = self._program(len(batch.rows), mode, keep, inside=target is not None)
         if target is None and not program.loss_may_be_outside:
             raise self.settings.missing_target(program.schedule.name, call=f"pipe.predict({self.call[1]})")
         stages, split = list(self._partitions.values()), (batch, batch.targets, batch.loss)
@@ -377,10 +378,10 @@ class Executor:
     def schedule(self, micro_batches: int | None) -> Schedule:
         """See `Pipe.schedule`."""
         count = self.settings.chunks if micro_batches is None else micro_batches
-        mode, outside = self.settings.checkpoint, self.settings.loss_fn is None
-        if outside and (program := self._program(count, mode, inside=False)).loss_may_be_outside:
+        mode, keep, outside = self.settings.checkpoint, self.settings.keep, self.settings.loss_fn is None
+        if outside and (program := self._program(count, mode, keep, inside=False)).loss_may_be_outside:
             return program.schedule
-        return self._program(count, mode, inside=True).schedule
+        return self._program(count, mode, keep, inside=True).schedule
 
     @property
     def graphs(self) -> GraphCount | None:
@@ -429,11 +430,11 @@ class Executor:
         places = self._devices if self._backend.is_whole else self._assignment.placement
         return [Skip(edge.key, edge.source, edge.destinations, tuple(places)) for edge in skip_edges(partitions)]
 
-    def _program(self, micro_batches: int, checkpoint: str, *, inside: bool) -> Program:
+    def _program(self, micro_batches: int, checkpoint: str, keep: int | None, *, inside: bool) -> Program:
         """The schedule, ready for the runtime; made once for each number of micro-batches that occurs."""
-        key = (micro_batches, checkpoint, inside)
+        key = (micro_batches, checkpoint, keep, inside)
         if key not in self._programs:
-            schedule = self._assignment.recomputing(micro_batches, checkpoint, loss_outside=not inside)
+            schedule = self._assignment.complete(micro_batches, checkpoint, keep, loss_outside=not inside)
             program = self._checked(schedule)
             self._programs[key] = self._backend.program(program, self.skips)
         return self._programs[key]

@@ -107,11 +107,14 @@ class Pipe(Layers):
             thread, so that the host is no limit. What graphs cannot repeat is an error. 'auto': where there are no
             graphs, or a layer cannot be captured, the pipe goes on without. 'hooks': hooks of layers may be left out of
             replays; with 'auto' as ('auto', 'hooks'). See docs/gpus.md.
+        offload: 'activations': what a micro-batch holds on a stage goes to host memory after its forward, and comes
+            back for its backward, while the worker computes others; the newest one of each stage stays. A number: so
+            many stay. Training mode only. A `Schedule` of your own with ``O`` and ``L`` says it itself.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
-        ValueError: `chunks`, `checkpoint` or `balance` has a value that cannot be used, or the processes disagree; the
-            message says what is accepted, or what differs.
+        ValueError: `chunks`, `checkpoint`, `balance` or `offload` has a value that cannot be used, or the processes
+            disagree; the message says what is accepted, or what differs.
         IndexError: there are more partitions than devices.
 
     Example:
@@ -149,6 +152,7 @@ class Pipe(Layers):
         split: OwnSplit | None = None,
         debug: str | Iterable[str] = (),
         graphs: bool | str | Iterable[str] = False,
+        offload: bool | str | int = False,
     ) -> None:
         # 1. What was asked for is checked; what a plan decides is added.
         settings = Settings.of(locals())

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pipework.planning.plan import Plan
     from pipework.schedule import ScheduleSpec
 
+ACTIVATIONS: Final = "activations"
 CHECK_FINITE: Final = "check_finite"
 ONE_THREAD: Final = "one_thread"
 
@@ -53,6 +54,7 @@ class Settings(LossSettings):
     split: OwnSplit | None = None
     debug: str | Iterable[str] = ()
     graphs: bool | str | Iterable[str] = False
+    offload: bool | str | int = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +82,27 @@ class Settings(LossSettings):
             raise ValueError(
                 "debug='check_finite' reads every value, which graphs= does not allow: leave one of them out"
             )
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        offload, schedule = self.offload, self.schedule
+        number = isinstance(offload, int) and not isinstance(offload, bool) and offload >= 0
+        if not (number or offload is False or offload == ACTIVATIONS):
+            raise ValueError(
+                "offload is False, 'activations', or the number of the newest micro-batches that stay on the device of "
+                f"each stage: got {offload!r}"
+            )
+        scheduled = isinstance(schedule, Schedule) and "O" in schedule.kinds
+        if self.keep is not None and scheduled:
+            raise ValueError(
+                f"offload is {offload!r}, but the schedule says itself what goes to host memory: leave offload= out, "
+                "or O and L out of the schedule"
+            )
+        if self.graph_names and (self.keep is not None or scheduled):
+            raise ValueError(
+                "graphs of a device cannot hold activations that are in host memory: leave graphs= out, or offload= (O "
+                "and L, in a schedule of your own)"
+            )
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
@@ -99,9 +122,17 @@ class Settings(LossSettings):
         return frozenset({"on", self.graphs} if isinstance(self.graphs, str) else {"on", *self.graphs})
 
     @property
+    def keep(self) -> int | None:
+        """How many micro-batches stay on the device of each stage; None: all."""
+        if self.offload is False:
+            return None
+        return 1 if self.offload == ACTIVATIONS else int(self.offload)
+
+    @property
     def told(self) -> dict[str, Any]:
         """What all ranks must have asked for alike, as JSON values, beside schedule and balance."""
         plain = {name: getattr(self, name) for name in ("chunks", "checkpoint", "loss_reduction")}
         functions = {name: function_identity(getattr(self, name)) for name in ("loss_fn", "loss_weight", "split")}
         flags = {"deferred_batch_norm": bool(self.deferred_batch_norm), "grad_scaler": self.grad_scaler is not None}
-        return {**plain, **functions, **flags, "debug": sorted(self.debug), "graphs": sorted(self.graph_names)}
+        names = {"debug": sorted(self.debug), "graphs": sorted(self.graph_names)}
+        return {**plain, **functions, **flags, **names, "offload": self.keep}

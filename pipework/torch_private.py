@@ -273,6 +273,51 @@ def is_held_elsewhere(tensor: Tensor) -> bool:
     return storage is not None and torch._C._storage_Use_Count(storage._cdata) > _OWN_USES
 
 
+def is_only_use(storage: torch.UntypedStorage) -> bool:
+    """Whether no tensor, and nothing else but this object, has a memory.
+
+    Example:
+        >>> x = torch.zeros(3)
+        >>> storage = x.untyped_storage()
+        >>> before = is_only_use(storage)
+        >>> del x
+        >>> before, is_only_use(storage)
+        (False, True)
+    """
+    return bool(torch._C._storage_Use_Count(storage._cdata) < _OWN_USES)
+
+
+class MemoryView(NamedTuple):
+    """How a tensor reads a memory.
+
+    Example:
+        >>> x = torch.arange(6).view(2, 3)[:, 1:]
+        >>> MemoryView.of(x).on(x.untyped_storage())
+        tensor([[1, 2],
+                [4, 5]])
+    """
+
+    dtype: torch.dtype
+    offset: Any  # an integer
+    shape: torch.Size
+    strides: tuple[int, ...]
+    is_conj: bool  # bits of a tensor, and not of its memory
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> MemoryView:
+        """The view of a tensor that is strided."""
+        bits = tensor.is_conj(), tensor.is_neg()
+        return cls(tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), *bits)
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """A tensor that reads this memory so."""
+        same = torch.empty(0, dtype=self.dtype, device=storage.device)
+        same.set_(storage, self.offset, self.shape, self.strides)
+        same = same.conj() if self.is_conj else same
+        return torch._neg_view(same) if self.is_neg else same
+
+
 def unowned(tensor: Tensor) -> Tensor:
     """A tensor with the memory of another one, which is freed with the other one all the same.
 
@@ -285,11 +330,7 @@ def unowned(tensor: Tensor) -> Tensor:
     require("torch", "_C._construct_storage_from_data_pointer")
     own = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(own.data_ptr(), tensor.device, own.nbytes())
-    same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    same.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    # Bits of the tensor, and not of its memory.
-    same = same.conj() if tensor.is_conj() else same
-    return torch._neg_view(same) if tensor.is_neg() else same
+    return MemoryView.of(tensor).on(storage)  # type: ignore[arg-type]
 
 
 viewed: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")

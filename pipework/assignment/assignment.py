@@ -27,6 +27,7 @@ from pipework.schedule import (
     build,
     restricted,
     schedule_spec,
+    with_offload,
     with_recompute,
     without_recompute,
 )
@@ -87,21 +88,24 @@ class Assignment:
         """Whether the user's own schedule says what is recomputed."""
         return isinstance(self.source, Schedule) and bool(recomputed(self.source))
 
-    def recomputing(self, micro_batches: int, checkpoint: str, *, loss_outside: bool) -> Schedule:
-        """The order of all actions, with the recomputation that a checkpoint mode or the user's own schedule wants.
+    def complete(self, micro_batches: int, checkpoint: str, keep: int | None, *, loss_outside: bool) -> Schedule:
+        """The order of all actions, with recomputation and copies to the host, unless the user's own schedule has them.
 
         Args:
             micro_batches: their number.
             checkpoint: see `checkpointed_micro_batches`, or `AS_SCHEDULED`.
-            loss_outside: see `with_recompute`.
+            keep: see `with_offload`; None: nothing is added.
+            loss_outside: see `with_recompute` and `with_offload`.
 
         Raises:
             ValueError: see `schedule`.
         """
         if checkpoint == AS_SCHEDULED:
-            return self._own(micro_batches)
-        count = checkpointed_micro_batches(checkpoint, micro_batches)
-        return with_recompute(self.schedule(micro_batches), count, loss_outside=loss_outside)
+            made = self._own(micro_batches)
+        else:
+            count = checkpointed_micro_batches(checkpoint, micro_batches)
+            made = with_recompute(self.schedule(micro_batches), count, loss_outside=loss_outside)
+        return made if keep is None else with_offload(made, keep=keep, loss_outside=loss_outside)
 
     def loss_may_be_outside(self, micro_batches: int) -> bool:
         """Whether all forwards come before all backwards."""

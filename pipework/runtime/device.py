@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
 from pipework.runtime.failure import add_note
+from pipework.runtime.host_memory import HostMemory
 from pipework.runtime.random.kernels import device_generator
 from pipework.runtime.random.unseen_draws import UnseenDraws
 from pipework.values.tensor_form import copied
@@ -42,6 +44,11 @@ class WorkerDevice:
         self.device = device
         self.stream = torch.Stream(device) if is_accelerator(device) else None
         self.unseen_draws = None if self.stream is None else UnseenDraws(device_generator(device))
+
+    @cached_property
+    def host_memory(self) -> HostMemory:
+        """Where activations of the worker's stages go for a while; made when the first ones go."""
+        return HostMemory(self.device, self.stream)
 
     def begin_thread(self) -> None:
         """Called by a new thread of the worker."""
@@ -88,12 +95,12 @@ class Clock:
             self._origin_event.record(stream)
         self._origin = time.perf_counter()
 
-    def now(self) -> float | torch.Event:
-        """A mark of the present time."""
+    def now(self, stream: torch.Stream | None = None) -> float | torch.Event:
+        """A mark of the present time, in the worker's stream or in another one of the device."""
         if self._stream is None:
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
-        event.record(self._stream)
+        event.record(stream or self._stream)
         return event
 
     def seconds(self, mark: float | torch.Event) -> float:

@@ -97,7 +97,14 @@ class Program:
     @cached_property
     def checkpointed(self) -> tuple[frozenset[int], ...]:
         """For each stage, the micro-batches that are recomputed."""
-        pairs = recomputed(self.schedule)
+        return self._by_stage(recomputed(self.schedule))
+
+    @cached_property
+    def offloaded(self) -> tuple[frozenset[int], ...]:
+        """For each stage, the micro-batches that are in host memory for a while."""
+        return self._by_stage({action[1:3] for order in self.schedule.orders for action in order if action[0] == "O"})
+
+    def _by_stage(self, pairs: Set[tuple[int, int]]) -> tuple[frozenset[int], ...]:
         return tuple(
             frozenset(micro_batch for where, micro_batch in pairs if where == stage)
             for stage in range(self.schedule.stages)

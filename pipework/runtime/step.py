@@ -83,7 +83,9 @@ class Step:
             modules = [module for index in indices for module in self._engine.stages[index].modules]
             tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
             # The weights that a stage computes with are not those of its modules, if FSDP shards these.
-            meter = MemoryMeter([*tensors, *(leaf for index in indices for leaf in self._runs[index].aliases.leaves)])
+            persistent = [*tensors, *(leaf for index in indices for leaf in self._runs[index].aliases.leaves)]
+            host = self._engine.devices[worker].host_memory if any(self._runs[n].offload for n in indices) else None
+            meter = MemoryMeter(persistent, host)
             for index in indices:
                 self._runs[index].meter = meter
 

@@ -11,6 +11,8 @@ from pipework.schedule import Interval
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
     from pipework.runtime.device import WorkerDevice
     from pipework.runtime.random.streams import RandomStream
     from pipework.runtime.run_spec import RunSpec
@@ -59,7 +61,7 @@ class WorkerRun:
             handlers = run.connect(spec, endpoint, stream, hold, None if recorded is None else recorded.begin)
             for kind, handle in endpoint.handlers(handlers).items():
                 if recorded is not None and kind in handlers:  # of the stage, not of the transport
-                    handle = recorded.around(handle)
+                    handle = recorded.around(handle, None if run.offload is None else run.offload.ways.get(kind))
                 self.handlers[kind, stage] = handle
 
     def on_own_device(self) -> dict[tuple[str, int], Handler]:
@@ -113,12 +115,12 @@ class RecordedActions:
         """An action has received its inputs, and computes from now on."""
         self._start = self._clock.now()
 
-    def around(self, handle: Handler) -> Handler:
-        """The handler, and after it a mark of its end."""
+    def around(self, handle: Handler, stream: torch.Stream | None) -> Handler:
+        """The handler, and after it a mark of its end, in this stream if it is not the worker's."""
 
         def recorded(action: Action) -> None:
             handle(action)
-            end = self._clock.now()
+            end = self._clock.now(stream)
             sizes = self.runs[action.stage].sizes(action) if self.memory else (0, 0, 0)
             self.marks.append((action, self._start, end, sizes))
 
@@ -128,6 +130,6 @@ class RecordedActions:
         """The actions, in seconds and bytes."""
         seconds = self._clock.seconds
         return [
-            Interval(self.worker, action, seconds(start), seconds(end), most, held=held, sent=sent)
+            Interval(self.worker, action, seconds(start), max(seconds(start), seconds(end)), most, held=held, sent=sent)
             for action, start, end, (most, held, sent) in self.marks
         ]

@@ -5,6 +5,7 @@
     B  I, then W if gradients are deferred
     I  1 receive gradients -> 2 take the graph -> 3 autograd -> leaves -> 4 send        keep what W needs
     W  1 the gradients of parameters that I has deferred                                keep nothing
+    O  what is kept goes to host memory, and L brings it back (see `offload`)
 
 A further kind is a handler, a row in `HANDLERS`, and a row in the table of `schedule.kinds`. What watches
 an action is not here: `StageRun._watch` puts it around, if anybody has asked for it (see `observers`).
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from pipework.runtime.stage.recomputation import checkpointing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence, Set
 
     from pipework.autograd.aliases import SharedMemory
     from pipework.runtime.stage.stage_backward import Backward
@@ -43,6 +44,7 @@ class StageActions:
         send_gradients: takes the gradients of the input; None: nobody wants them.
         memory: of the gradients of parameters.
         again: whether the backward may run once more (`retain_graph`).
+        releases: the actions with which the device memory of an earlier O is free.
     """
 
     run: StageRun
@@ -54,6 +56,7 @@ class StageActions:
     send_gradients: Send | None
     memory: SharedMemory
     again: bool
+    releases: Set[Action] = frozenset()
 
     def forward(self, action: Action) -> None:
         """F: computes the stage's output for one micro-batch and sends it on."""
@@ -95,6 +98,16 @@ class StageActions:
         if self.memory.pending:
             self.memory.separate()
 
+    def offload(self, action: Action) -> None:
+        """O: what the micro-batch holds goes to host memory, if it holds anything for a backward."""
+        if self.run.offload is not None:
+            self.run.offload.store(action)
+
+    def load(self, action: Action) -> None:
+        """L: it comes back."""
+        if self.run.offload is not None:
+            self.run.offload.load(action, releases=action in self.releases)
+
 
 HANDLERS: Final[Mapping[str, Sequence[Callable[[StageActions, Action], None]]]] = MappingProxyType(
     {
@@ -103,6 +116,8 @@ HANDLERS: Final[Mapping[str, Sequence[Callable[[StageActions, Action], None]]]] 
         "B": (StageActions.backward_of_input, StageActions.backward_of_weights),
         "I": (StageActions.backward_of_input,),
         "W": (StageActions.backward_of_weights,),
+        "O": (StageActions.offload,),
+        "L": (StageActions.load,),
     }
 )
 """By the letter of a kind, the parts of its actions, one after the other. Only the first part of an action receives."""

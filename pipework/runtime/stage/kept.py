@@ -42,11 +42,10 @@ class Kept:
         R      `take_inputs`, then `put`
         B, I   `take`
 
-    Activations are moved elsewhere, such as to the memory of the host, in two places. What operators have saved is
-    inside of the graph: `torch.autograd.graph.saved_tensors_hooks` around `StageForward` get it, as
-    `save_on_cpu()` around a call of the pipe does today. Inputs that wait for a recomputation are here. The leaves of a
-    graph stay, since hooks are on these very objects. `MemoryMeter` counts the bytes of both,
-    `planning.measuring.stage_copy` predicts them, and between I and W `WeightGradientStore` keeps what W needs.
+    `Offload` moves to host memory what the graph of a micro-batch has saved, or the inputs that wait for a
+    recomputation. The leaves of a graph stay, since layers and hooks may have these very objects. `MemoryMeter` counts
+    the bytes of both, `planning.measuring.stage_copy` predicts them, and between I and W `WeightGradientStore` keeps
+    what W needs.
 
     Args:
         shares_output: whether the next stage keeps the memory of the stage's outputs.
@@ -98,6 +97,11 @@ class Kept:
     def take_inputs(self, micro_batch: int, *, again: bool) -> Inputs | None:
         """What a recomputation needs; None: the micro-batch is not recomputed. It stays if it may be `again`."""
         return self._inputs.get(micro_batch) if again else self._inputs.pop(micro_batch, None)
+
+    def inputs(self, micro_batch: int) -> tuple[Tensor, ...]:
+        """The leaves that wait for a recomputation; none if the micro-batch is not recomputed."""
+        inputs = self._inputs.get(micro_batch)
+        return () if inputs is None else inputs.leaves
 
     @property
     def micro_batches(self) -> set[int]:

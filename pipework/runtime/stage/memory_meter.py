@@ -12,9 +12,11 @@ from pipework import torch_private
 from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
+
+    from pipework.runtime.host_memory import HostMemory
 
 
 class MemoryMeter:
@@ -25,9 +27,11 @@ class MemoryMeter:
 
     Args:
         persistent: tensors that are not counted, such as parameters.
+        host: to which the worker's activations go, and of these some are not free yet; None: none go.
     """
 
-    def __init__(self, persistent: Iterable[Tensor]) -> None:
+    def __init__(self, persistent: Iterable[Tensor], host: HostMemory | None = None) -> None:
+        self._host = host
         self._persistent = {_storage(tensor) for tensor in persistent}
         self._held: dict[tuple[int, int], int] = {}
         self._inputs: dict[tuple[int, int], dict[int, int]] = {}
@@ -65,15 +69,11 @@ class MemoryMeter:
                 return outer[1](packed)
             tensor: Tensor
             tensor, version = packed
-            if (now := torch_private.version(tensor)) != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a tensor of shape {tuple(tensor.shape)} is at version {now}; expected version "
-                    f"{version} instead"
-                )
+            refuse_changed(tensor, version, tensor.shape)
             return tensor
 
-        unpack.may_be_called_twice = outer is None  # type: ignore[attr-defined]
+        twice = outer is None or getattr(outer[1], "may_be_called_twice", False)
+        unpack.may_be_called_twice = twice  # type: ignore[attr-defined]
 
         with saved_tensors_hooks(pack, unpack):
             yield
@@ -90,6 +90,10 @@ class MemoryMeter:
         sizes |= {key: size for key, size in self._inputs[stage, micro_batch].items() if key in sizes}
         self._hold(stage, micro_batch, sum(size for key, size in sizes.items() if key not in self._persistent))
 
+    def moved(self, stage: int, micro_batch: int, size: int) -> None:
+        """After an O (a negative number of bytes) or an L of a micro-batch."""
+        self._hold(stage, micro_batch, self._held[stage, micro_batch] + size)
+
     def released(self, stage: int, micro_batch: int) -> None:
         """After the backward of a micro-batch: it holds nothing."""
         self._held.pop((stage, micro_batch), None)
@@ -101,13 +105,26 @@ class MemoryMeter:
 
     def read(self, stage: int, micro_batch: int) -> tuple[int, int, int]:
         """The most bytes held at once since the last call, the bytes of a micro-batch now, and the bytes sent."""
-        peak, self._peak = self._peak, sum(self._held.values())
+        peak, self._peak = self._peak, self._all
         sent, self._sent = self._sent, 0
         return peak, self._held.get((stage, micro_batch), 0), sent
 
     def _hold(self, stage: int, micro_batch: int, size: int) -> None:
         self._held[stage, micro_batch] = size
-        self._peak = max(self._peak, sum(self._held.values()))
+        self._peak = max(self._peak, self._all)
+
+    @property
+    def _all(self) -> int:
+        return sum(self._held.values()) + (0 if self._host is None else self._host.leaving)
+
+
+def refuse_changed(tensor: Tensor, version: int, shape: Sequence[int]) -> None:
+    """Raises a RuntimeError if a saved tensor has been changed in place: of hooks, PyTorch does not check it."""
+    if version >= 0 and (now := torch_private.version(tensor)) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(shape)} is at version {now}; expected version {version} instead"
+        )
 
 
 def _storage(tensor: Tensor) -> int:

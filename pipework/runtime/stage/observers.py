@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipework.runtime.stage.kept import AnyStructure
     from pipework.runtime.stage.loss import LossRun
     from pipework.runtime.stage.memory_meter import MemoryMeter
+    from pipework.runtime.stage.offload import Offload
     from pipework.runtime.stage.stage_backward import Backward, Gradients
     from pipework.runtime.stage.stage_forward import Forward, Look, Outputs
     from pipework.runtime.stage.stage_run import StageRun
@@ -85,6 +86,18 @@ def measuring(meter: MemoryMeter, index: int, loss: LossRun | None, run: Forward
     return forward
 
 
+def offloading(offload: Offload, run: Forward) -> Forward:
+    """The forward of a stage with O; the tensors that autograd saves can be moved, of the micro-batches that are."""
+
+    def forward(leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> Outputs:
+        if micro_batch not in offload.graphs:
+            return run(leaves, structure, micro_batch)
+        with offload.saving(micro_batch):
+            return run(leaves, structure, micro_batch)
+
+    return forward
+
+
 def counting(meter: MemoryMeter, send: Send) -> Send:
     """Sends outputs, and counts their bytes."""
 
@@ -104,6 +117,9 @@ def measuring_actions(meter: MemoryMeter, run: StageRun, holds: str | None, *, a
             inputs = run.kept.take_inputs(micro_batch, again=True)
             if inputs is not None:
                 meter.checkpointed(stage, micro_batch, [*inputs.leaves, *inputs.buffers.tensors])
+        elif kind in ("O", "L"):
+            if run.offload is not None:
+                meter.moved(stage, micro_batch, run.offload.change_of(action))
         elif holds == "waiting" and not again:
             meter.waiting(stage, micro_batch, () if run.store is None else run.store.kept(micro_batch))
         elif holds == "" and not again:

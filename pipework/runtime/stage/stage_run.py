@@ -25,9 +25,11 @@ from pipework.runtime.stage.in_place import InPlaceChanges
 from pipework.runtime.stage.kept import Kept
 from pipework.runtime.stage.layer_errors import refuse_non_finite, refuse_untrainable
 from pipework.runtime.stage.loss import LossRun
+from pipework.runtime.stage.offload import Offload
 from pipework.runtime.stage.recomputation import Recomputation
 from pipework.runtime.stage.stage_backward import StageBackward
 from pipework.runtime.stage.stage_forward import StageForward
+from pipework.schedule.edges import awaited
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +65,7 @@ class StageRun:
         kept: what lives between the actions of a micro-batch.
         in_place: finds in-place changes of inputs, and cuts outputs from their graph.
         recomputation: the two passes of a checkpointed micro-batch.
+        offload: what is in host memory; None: nothing ever is.
         store: what is deferred to W; None: nothing is.
         loss: computed after the layers; None: by no or by another stage.
         ports: the skips of the stage; None: it has none.
@@ -101,6 +104,8 @@ class StageRun:
         self.tied: TiedGradients | None = None
         self.capture: StepCapture | None = None
         self.kept = Kept(stage.shares_output, loss is not None)
+        offloaded = program.offloaded[stage.index] if self.trains else frozenset[int]()
+        self.offload = Offload(stage, self.kept, offloaded - self.checkpointed) if offloaded else None
         own_leaves = spec.own_leaves if is_first else frozenset[int]()
         batch = spec.versions if is_first and spec.loss is None else None
         self.in_place = InPlaceChanges(stage, own_leaves, batch, self.checkpointed, self.aliases)
@@ -142,6 +147,7 @@ class StageRun:
         memory = SharedMemory(self.aliases.leaves)
         forward, backward = self._computations(memory, enter_stream, hold, retain_graph=retain_graph)
         receive, send, receive_gradients, send_gradients = self._ways(endpoint, before_computing)
+        order = spec.orders[spec.placement[self.stage.index]] if self.offload is not None else ()
         actions = StageActions(
             run=self,
             run_forward=forward,
@@ -152,6 +158,7 @@ class StageRun:
             send_gradients=send_gradients,
             memory=memory,
             again=retain_graph,
+            releases={order[position] for position in awaited(order, self._table)},
         )
         # A schedule may have a table with kinds of its own, or without some of the usual ones.
         handlers = {kind: self._handler(kind, actions, spec) for kind in HANDLERS if kind in self._table}
@@ -162,6 +169,9 @@ class StageRun:
             # As PyTorch advises: autocast would cast the products and sums of a backward again.
             for kind in [kind for kind in handlers if self._table[kind].adds]:
                 handlers[kind] = self._context.without_autocast()(handlers[kind])
+        if self.offload is not None:
+            for kind in handlers.keys() & self._table["L"].before:
+                handlers[kind] = chained(self.offload.arrive, handlers[kind])
         return handlers
 
     def _handler(self, kind: str, actions: StageActions, spec: RunSpec) -> Handler:
@@ -200,6 +210,8 @@ class StageRun:
             forward = observers.deferring(store, forward)
         if self.meter is not None:
             forward = observers.measuring(self.meter, stage.index, loss, forward)
+        if self.offload is not None:
+            forward = observers.offloading(self.offload, forward)
         if hold is not None:
             forward, backward = observers.holding(hold, forward), observers.holding(hold, backward)
         if self._check_finite:
@@ -262,6 +274,8 @@ class StageRun:
 
     def disconnect(self) -> None:
         """After a run: learns from the layers which gradients can be deferred."""
+        if self.offload is not None:
+            self.offload.settle()
         if self.store is not None:
             self.store.learn(self.aliases.parameters, self.aliases.leaves)
 
@@ -289,7 +303,7 @@ class StageRun:
 
     def clear(self) -> None:
         """Drops every tensor, after a failure: the traceback refers to this object."""
-        for each in (self.loss, self.kept, self.recomputation, self.store, self.tied):
+        for each in (self.loss, self.kept, self.recomputation, self.store, self.tied, self.offload):
             if each is not None:
                 each.clear()
         self.aliases.take_gradients()

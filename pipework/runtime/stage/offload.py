@@ -1,0 +1,251 @@
+"""Offload: what a micro-batch holds on a stage is in host memory from its O to its L.
+
+    F   1 autograd saves tensors: it gets a `Saved` for each, and there is a `Memory` for each storage
+    O   2 the memories that nothing else uses go to the host; of a recomputed micro-batch, those of its inputs
+    L   3 they come back
+    B   4 autograd asks for a saved tensor: a view of its memory, with the strides and the alignment that it had
+
+Memory that a layer, another stage or the caller uses, too, would not be freed: it stays, as parameters and buffers do.
+So nobody can change what is on its way. Between 1 and 4 each tensor has the version counter that it had, so a change in
+place is PyTorch's usual error.
+
+The leaves of a graph stay. Those that wait for a recomputation are emptied, and get memory again: layers have never
+seen these objects. The first stage's are the caller's, and stay, too.
+
+Hooks of the caller decide for themselves what becomes of a saved tensor, and it is not moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipework import torch_private
+from pipework.runtime.stage.memory_meter import refuse_changed
+from pipework.torch_private import MemoryView
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Set
+
+    from pipework.runtime.host_memory import Stored
+    from pipework.runtime.stage.kept import Kept
+    from pipework.runtime.stage.stage import Stage
+    from pipework.schedule import Action
+
+
+class Memory:
+    """The memory of some saved tensors, or inputs.
+
+    Attributes:
+        storage: None: it is on the host.
+    """
+
+    __slots__ = ("__weakref__", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+
+
+class Saved:
+    """A tensor without its memory.
+
+    Args:
+        tensor: which can be moved, see `can_move`.
+        memory: of the tensor.
+    """
+
+    __slots__ = ("_expected", "_memory", "_version_counter", "_view")
+
+    def __init__(self, tensor: Tensor, memory: Memory) -> None:
+        self._memory, self._view, self._expected = memory, MemoryView.of(tensor), torch_private.version(tensor)
+        self._version_counter = _emptied(tensor.detach())
+
+    def tensor(self) -> Tensor:
+        """The tensor."""
+        refuse_changed(self._version_counter, self._expected, self._view.shape)
+        if self._memory.storage is None:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._view.shape)} that a layer has saved for its backward is in host "
+                "memory (offload=), and is needed before the pipe's own backward: leave offload= out"
+            )
+        tensor = self._version_counter.detach()
+        tensor.data = self._view.on(self._memory.storage)
+        return tensor
+
+
+class SavedTensors:
+    """What autograd saves of one micro-batch: the one place that knows what can be moved.
+
+    Args:
+        device: of the stage.
+
+    Example:
+        >>> x, saved = torch.ones(3, requires_grad=True), SavedTensors(torch.device("cpu"))
+        >>> with saved.saving():
+        ...     y = x.exp().tanh().sum()
+        >>> sum(memory.storage.nbytes() for memory in saved.moving())
+        24
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Weak: what has been saved for a graph that is gone need not move. A memory keeps its storage, and so the key.
+        self._memories: WeakValueDictionary[int, Memory] = WeakValueDictionary()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """1: a context for the layers."""
+        outer = torch_private.saved_tensor_hooks()
+        if outer is not None:
+            yield
+            return
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if can_move(tensor, self._device):
+            return Saved(tensor, self.memory_of(tensor))
+        return tensor.detach(), -1 if tensor.is_inference() else torch_private.version(tensor)
+
+    def memory_of(self, tensor: Tensor) -> Memory:
+        """The memory of a tensor that can be moved."""
+        storage = tensor.untyped_storage()
+        key = torch_private.storage_key(storage)
+        memory = self._memories.get(key)
+        if memory is None:
+            memory = self._memories[key] = Memory(storage)
+        return memory
+
+    def moving(self) -> list[Memory]:
+        """2: the memories that an O moves, when the forward is over: those that nothing but the graph uses."""
+        memories = [*self._memories.values()]
+        return [each for each in memories if each.storage is not None and torch_private.is_only_use(each.storage)]
+
+
+def can_move(tensor: Tensor, device: torch.device) -> bool:
+    """Whether memory on this device can stand for a tensor, and another one can take its place."""
+    if type(tensor) is not Tensor or tensor.device != device or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_quantized or tensor.is_inference():
+        return False
+    # Transforms have tensors without memory; and memory that PyTorch has not allocated may lie anywhere.
+    if torch_private.memory_key(tensor) is None:
+        return False
+    storage = tensor.untyped_storage()
+    return storage.nbytes() > 0 and not storage.data_ptr() % torch_private.ALIGNMENT
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Saved):
+        return packed.tensor()
+    tensor: Tensor
+    tensor, version = packed
+    refuse_changed(tensor, version, tensor.shape)
+    return tensor
+
+
+_unpack.may_be_called_twice = True  # type: ignore[attr-defined]
+
+
+def _emptied(tensor: Tensor) -> Tensor:
+    """The same tensor, without its memory; it keeps its version counter."""
+    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return tensor
+
+
+class Offload:
+    """What one stage has in host memory, in one mini-batch.
+
+    Args:
+        stage: the stage.
+        kept: has the inputs of micro-batches that are recomputed.
+        graphs: the micro-batches whose graphs are moved; of others the inputs are.
+
+    Attributes:
+        graphs: as above.
+        moved: by micro-batch, the bytes that are on the host.
+        ways: by kind of action, the stream that copies; None: there are no streams.
+    """
+
+    def __init__(self, stage: Stage, kept: Kept, graphs: Set[int]) -> None:
+        self._stage, self._kept, self.graphs = stage, kept, graphs
+        self._host = stage.device.host_memory
+        self._saved: dict[int, SavedTensors] = {}
+        self._away: dict[int, tuple[Stored, list[Memory], list[tuple[Tensor, MemoryView, Memory]]]] = {}
+        self._coming: dict[int, tuple[Stored, torch.Event | None]] = {}
+        self.moved: dict[int, int] = {}
+        self.ways: Mapping[str, torch.Stream | None] = {"O": self._host.out, "L": self._host.back}
+
+    def saving(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
+        """A context for the layers of a micro-batch whose graph is moved."""
+        saved = self._saved[micro_batch] = SavedTensors(self._stage.device.device)
+        return saved.saving()
+
+    def store(self, action: Action) -> None:
+        """O: starts the copies to the host."""
+        micro_batch, device = action[2], self._stage.device.device
+        saved = self._saved.pop(micro_batch, None) or SavedTensors(device)
+        inputs = [
+            (leaf, MemoryView.of(leaf), saved.memory_of(leaf))
+            for leaf in (self._kept.inputs(micro_batch) if self._stage.index else ())
+            if can_move(leaf, device)
+        ]
+        for leaf, _, _ in inputs:
+            _emptied(leaf)
+        moving = saved.moving()
+        _fill([each for each in inputs if each[2] not in moving])
+        stored = self._host.store([each.storage for each in moving if each.storage is not None])
+        self.moved[micro_batch] = sum(stored.sizes)
+        for memory in moving:
+            memory.storage = None
+        self._away[micro_batch] = stored, moving, [each for each in inputs if each[2] in moving]
+
+    def load(self, action: Action, *, releases: bool) -> None:
+        """L: starts the copies to the device, unless it has them, since a backward ran before (`retain_graph`).
+
+        Args:
+            action: of a micro-batch.
+            releases: whether the memory of the latest O is free from now on.
+        """
+        if releases:
+            self._host.release()
+        if action[2] not in self._away:
+            return
+        stored, memories, inputs = self._away.pop(action[2])
+        storages, event = self._host.load(stored)
+        for memory, storage in zip(memories, storages, strict=True):
+            memory.storage = storage
+        _fill(inputs)
+        self._coming[action[2]] = stored, event
+
+    def change_of(self, action: Action) -> int:
+        """The bytes by which an O or an L has changed what its micro-batch holds on the device."""
+        moved = self.moved.get(action[2], 0)
+        return -moved if action[0] == "O" else self.moved.pop(action[2], 0)
+
+    def arrive(self, action: Action) -> None:
+        """B, I or R: begins when the copies are there. From now on the buffers may be used again."""
+        coming = self._coming.pop(action[2], None)
+        if coming is not None:
+            self._host.arrive(coming[1])
+
+    def settle(self) -> None:
+        """After a run."""
+        self._host.settle()
+
+    def clear(self) -> None:
+        """Drops everything, after a failure."""
+        for each in (self._saved, self._away, self._coming, self.moved):
+            each.clear()
+
+
+def _fill(inputs: list[tuple[Tensor, MemoryView, Memory]]) -> None:
+    """Gives tensors that were emptied their memory again."""
+    for leaf, view, memory in inputs:
+        assert memory.storage is not None
+        leaf.data = view.on(memory.storage)
