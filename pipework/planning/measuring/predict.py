@@ -17,6 +17,8 @@ from pipework.planning.measuring.links import measure_host_link
 from pipework.planning.measuring.sample_batch import largest_sample
 from pipework.planning.measuring.stage_copy import measure_stages
 from pipework.planning.measuring.storage_meter import optimizer_bytes
+from pipework.runtime.device import is_accelerator
+from pipework.runtime.host_optimizer import HostOptimizer
 from pipework.schedule import Costs, simulate
 from pipework.schedule.draw.units import aligned
 from pipework.schedule.edges import offloaded
@@ -72,7 +74,8 @@ class Prediction:
         simulation: of the schedule with these costs.
         device_bytes: the most that each device holds at one moment of a step: the parts of `stages`, the mini-batch,
             messages, temporary tensors, and what the optimizer's step needs.
-        host_bytes: of the buffers that each worker has in the memory of the host, for activations that go there.
+        host_bytes: of the buffers that each worker has in the memory of the host, for activations that go there, and of
+            the state of a `HostOptimizer`.
     """
 
     devices: tuple[torch.device, ...]
@@ -113,8 +116,8 @@ class Prediction:
             f"largest worker {readable_bytes(max(self.worker_bytes))}",
             f"at most {at_once} at once",
         ]
-        if away:
-            lines.append(f"activations in host memory: {readable_bytes(sum(self.host_bytes))}")
+        if any(self.host_bytes):
+            lines.append(f"in host memory: {readable_bytes(sum(self.host_bytes))}")
         return "\n".join(lines)
 
 
@@ -187,9 +190,15 @@ def predict_step(
     of_targets = [sum(map(bytes_of, tensors)) for tensors, _ in targets or ()]
     peaks, statics = {}, of_targets if graphs else None
     orders = schedule.orders if moves else ()
+    inputs = [one.given if stage else 0 for stage, one in enumerate(sizes)]  # those of the first stage are the caller's
+    host = [*host_peaks(schedule, [[size] for size in moved], [[size] for size in inputs])]
     for device, peak in device_peaks(simulation.timeline, sizes, devices, outputs, statics, orders).items():
         own = [number for number, other in enumerate(devices) if other == device]
         states, step = optimizer_bytes(optimizer, [partitions[number].parameters() for number in own], device)
+        if isinstance(optimizer, HostOptimizer) and is_accelerator(device):
+            for number, state in zip(own, states, strict=True):
+                host[schedule.placement[number]] += state
+            states, step = [0] * len(own), 0
         for number, state in zip(own, states, strict=True):
             stages[number] = replace(stages[number], optimizer=state)
         fixed = sum(stages[n].weights + stages[n].buffers + stages[n].optimizer for n in own)
@@ -197,8 +206,6 @@ def predict_step(
         peaks[device] = fixed + (peak + after if graphs else max(peak, after))
     peaks[devices[0]] += sum(map(bytes_of, split.tensors))
     peaks[devices[-1]] += sum(of_targets)
-    inputs = [one.given if stage else 0 for stage, one in enumerate(sizes)]  # those of the first stage are the caller's
-    host = host_peaks(schedule, [[size] for size in moved], [[size] for size in inputs])
     return Prediction(tuple(devices), tuple(stages), simulation.costs, simulation, peaks, tuple(host))
 
 

@@ -116,7 +116,7 @@ def optimizer_bytes(
 
     Args:
         optimizer: of these and other parameters; it stays as it is. A number: so many numbers are kept for each
-            parameter. None: there is none. A `HostOptimizer` holds nothing on an accelerator.
+            parameter. None: there is none.
         stages: the parameters of each stage on the device.
         device: where they lie.
 
@@ -144,7 +144,7 @@ def optimizer_bytes(
         twins |= {id(parameter): _twin(parameter) for parameter in own}
         if own:
             groups.append({**group, **_as_on(device, group), "params": [twins[id(parameter)] for parameter in own]})
-    if not groups or (isinstance(optimizer, HostOptimizer) and is_accelerator(device)):
+    if not groups:
         return [0] * len(trained), 0
     kind: Any = type(optimizer.optim if isinstance(optimizer, HostOptimizer) else optimizer)
     meter = StorageMeter(torch.device("meta"))
