@@ -98,9 +98,9 @@ OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
         "--costs": {
             "type": costs, "default": Costs(), "metavar": "COSTS", "help": "times and memory of a worker's whole share "
-            "of the model, such as forward=1,input_gradient=1.1,transfer=0.05 (or F, B, I, W, R, c for the transfer, A "
-            "for activations), or a .json file of Costs.save, in which a list has a number for each worker's whole "
-            "share, or for each stage (default forward=1,backward=2,activation=1)",
+            "of the model, such as forward=1,input_gradient=1.1,transfer=0.05 (or F, B, I, W, R, O, L, c for "
+            "the transfer, A for activations), or a .json file of Costs.save, in which a list has a number for each "
+            "worker's whole share, or for each stage (default forward=1,backward=2,activation=1)",
         },
         "--channel": {
             "choices": get_args(Channel), "default": "unbounded", "help": "the transport of transfers: a channel for "
