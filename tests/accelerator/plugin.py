@@ -22,19 +22,21 @@ SPEED = {"tests/planning/test_balance.py::test_a_cpu_beside_an_accelerator_gets_
 # Tests whose bodies run here, too, with everything on simulated devices.
 BODIES = "tests/exactness/"
 # Their pipes have a device for each worker. In other tests all workers share one, with streams of their own.
-EVERY_MODEL = "tests/exactness/test_grid.py::test_every_model"
+EVERY_MODEL = tuple(f"tests/exactness/test_{name}.py::test_every_model" for name in ("grid", "offload"))
 SEVERAL = (
-    EVERY_MODEL,
+    *EVERY_MODEL,
     "tests/exactness/test_grid.py::test_deferred_batch_norm",
     "tests/exactness/test_random_models.py",
     "tests/exactness/test_skips.py",
 )
 # These are about the CPU: its autocast, its 16-bit arithmetic, Python code that kernels on other threads may run,
-# conjugate views, and torch.mv, which multiplies memory that nobody wrote by 0; and the stand-in for graphs, which
-# knows the CPU's generators only (`tests/accelerator/test_graphs.py` has captured steps on simulated devices).
+# conjugate and complex views, and torch.mv, which multiplies memory that nobody wrote by 0; and the stand-in for
+# graphs, which knows the CPU's generators only (`tests/accelerator/test_graphs.py` has captured steps on simulated
+# devices).
 CPU_ONLY = (
     "tests/exactness/test_graphs.py",
     "tests/exactness/test_halves.py::test_autocast_casts_each_parameter_once_in_a_mini_batch",
+    "tests/exactness/test_offload.py::test_saved_tensors_of_many_kinds",
     "tests/exactness/test_modes.py::test_a_mode_is_used_by_one_worker_at_a_time",
     "tests/exactness/test_values.py::test_tensors_cross_a_boundary_as_they_lie_in_memory",
     "tests/exactness/test_with_pytorch.py::test_an_overflow_inside_of_the_pipe_skips_the_step",

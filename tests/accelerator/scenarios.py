@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipework import HostOptimizer, Pipe, pop, skippable, stash
-from pipework.runtime.graphs import captures
+from pipework.runtime.graphs import captured_steps
 from pipework.runtime.random import unseen_draws
 from pipework.runtime.random.kernels import DeviceGenerator
 from pipework.runtime.random.shards import drawing_for_shard
@@ -158,11 +158,13 @@ def train(
     factor: float = 1.0,
     deferred: bool = False,
     one_thread: bool = False,
+    offload: str | bool = False,
 ) -> list[Tensor]:
     """Some steps with inputs that the caller's stream makes just before, and overwrites just after."""
     pipe = Pipe(
         model(), 4, checkpoint, balance=[4 // len(devices)] * len(devices), devices=devices, schedule=schedule,
         loss_fn=functional.mse_loss, deferred_batch_norm=deferred, debug="one_thread" if one_thread else (),
+        offload=offload,
     )  # fmt: skip
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1, foreach=True)
     first, last = "sim:0" if devices[0] == "cpu" else devices[0], devices[-1]
@@ -216,7 +218,7 @@ def replay_on_own_streams(devices: Sequence[str]) -> list[Tensor]:
     """Captured steps, each called on other streams of the caller's, with another weight of its losses."""
     results = []
     made = mock.Mock(side_effect=lambda _: RecordedGraphs())
-    with mock.patch.multiple(captures, can_capture=mock.Mock(return_value=True), graphs_on=made):
+    with mock.patch.multiple(captured_steps, can_capture=mock.Mock(return_value=True), graphs_on=made):
         layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
         pipe = Pipe(
             layers, 4, balance=[1, 1], devices=devices, schedule="1f1b", loss_fn=functional.mse_loss, graphs=True
@@ -485,6 +487,10 @@ SCENARIOS: dict[str, Callable[[], list[Tensor]]] = {
     "streams of the caller's own, and the CPU": lambda: call_on_own_streams(["cpu", "sim:1"]),
     "streams of the caller's own, captured": lambda: replay_on_own_streams(["sim:0", "sim:1"]),
     "an optimizer on the host": step_on_the_host,
+    "activations on the host, loss outside": lambda: train(
+        ["sim:0", "sim:1"], "gpipe", "never", inside=False, offload="activations"
+    ),
+    "inputs on the host": lambda: train(["sim:0", "sim:1"], "gpipe", "always", offload="activations"),
     "a failure": lambda: fail(["sim:0", "sim:1"]),
     "no default generators": seed_without_default_generators,
     "evaluation": lambda: evaluate(["sim:0", "sim:1"]),

@@ -84,6 +84,8 @@ def test_no_wait_for_the_loss(name: str) -> None:
 
 def test_no_wait_for_a_loss_outside_scales_norms_and_several_workers_on_a_device() -> None:
     assert waits(pipe_of("gpipe"), inside=False) == {}
+    assert waits(pipe_of("gpipe", offload=1), inside=False) == {}
+    assert waits(pipe_of(checkpoint="always", offload=1)) == {}
     scaler = torch.amp.GradScaler("sim")
     scaler.scale(torch.ones((), device="sim:3"))
     assert waits(pipe_of(grad_scaler=scaler)) == {}

@@ -31,12 +31,13 @@ def allocated() -> list[int]:
 
 
 @pytest.mark.parametrize("full", [0, 1])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-v", "outside"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-v", "outside", "offload"])
 def test_the_error_names_the_stage_and_the_next_step_is_right(schedule: str, full: int) -> None:
     stages = 4 if schedule in ("interleaved-1f1b", "zb-v") else 2
     pipe = Pipe(
         nn.Sequential(*(block() for _ in range(4))), 8, "never", balance=[4 // stages] * stages, devices=DEVICES,
-        schedule="gpipe" if schedule == "outside" else schedule, loss_fn=functional.mse_loss,
+        schedule="gpipe" if schedule in ("outside", "offload") else schedule, loss_fn=functional.mse_loss,
+        offload=schedule == "offload" and "activations",
     )  # fmt: skip
 
     def step(x: Tensor, y: Tensor) -> list[Tensor]:

@@ -48,9 +48,14 @@ void sweep_locked(Heap& heap, const Stack& stack, std::vector<Race>& found) {
       still.push_back(std::move(pending));
       continue;
     }
-    // What the recorded streams did with the block is over. Nobody but the allocator knows, so no clock learns of it.
+    // What came before the marks is over, also what a recorded stream has waited for. Nobody but the allocator knows,
+    // so no clock learns of it.
     auto* block = pending.block;
-    std::erase_if(block->history, [&](const Access& access) { return block->uses.count(access.stream) > 0; });
+    std::erase_if(block->history, [&](const Access& access) {
+      for (const auto& mark : pending.marks)
+        if (knows(mark->clock, access.stream, access.launch)) return true;
+      return false;
+    });
     block->uses.clear();
     cache_locked(block, stack, found);
   }

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipework import Mesh, Pipe
-from pipework.runtime.graphs import captures
+from pipework.runtime.graphs import captured_steps
 from tests.distributed.together.alike import Pop, Stash, Tied, of_all_ranks, other_gradients, refused, square
 from tests.jobs import runs_on
 from tests.runtime.graphs.recorded import RecordedGraph, RecordedGraphs
@@ -25,8 +25,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """See the fixture of this name in tests/conftest.py, which other processes do not have."""
-    monkeypatch.setattr(captures, "can_capture", lambda device: True)
-    monkeypatch.setattr(captures, "graphs_on", lambda device: RecordedGraphs())
+    monkeypatch.setattr(captured_steps, "can_capture", lambda device: True)
+    monkeypatch.setattr(captured_steps, "graphs_on", lambda device: RecordedGraphs())
 
 
 def block() -> nn.Sequential:
