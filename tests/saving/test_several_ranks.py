@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import Mesh, Pipe, load_checkpoint, save_checkpoint
+from pipework import HostOptimizer, Mesh, Pipe, load_checkpoint, save_checkpoint
 from pipework.saving import files, manifest, save
 from tests.jobs import runs_on
 from tests.saving.harness import Cut, assert_same, make_pipe, model, remembered, snapshot, stir
@@ -19,9 +19,9 @@ Run = Callable[..., list[Any]]
 
 
 def make(mesh: Mesh) -> tuple[Pipe, torch.optim.Optimizer]:
-    """A pipe on two ranks, after a step."""
-    pipe = Pipe(model(), 4, balance=[4, 4], mesh=mesh, loss_fn=nn.functional.mse_loss)
-    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.5)
+    """A pipe on two ranks, after a step. One process saves the state of the plain optimizer."""
+    pipe = Pipe(model(), 4, balance=[4, 4], mesh=mesh, loss_fn=nn.functional.mse_loss, deferred_batch_norm=False)
+    optimizer = HostOptimizer(pipe.parameters(), torch.optim.Adam, lr=0.5)
     stir(pipe, optimizer)
     return pipe, optimizer
 
