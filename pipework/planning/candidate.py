@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pipework.planning.host_peaks import host_peaks
 from pipework.planning.plan import Plan, WorkerBytes
 from pipework.planning.stages import far_skips
 from pipework.schedule import (
@@ -22,6 +21,7 @@ from pipework.schedule import (
     with_recompute,
     with_skips,
 )
+from pipework.schedule.host_peaks import host_peaks
 
 if TYPE_CHECKING:
     from pipework.planning.request import PlanRequest

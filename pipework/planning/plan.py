@@ -25,7 +25,6 @@ from pipework.schedule import (
     svg,
     to_csv,
     to_json,
-    without_recompute,
 )
 from pipework.schedule.analysis.memory import SLACK
 from pipework.schedule.argument_checks import positive_integers
@@ -212,8 +211,8 @@ class Plan(SavedAsJson):
         """Write it in the format of the file's ending.
 
         Args:
-            path: ``.json``, which :meth:`load` reads; ``.csv``, the schedule for PyTorch, without recomputation
-                and skip connections, which that format does not have; ``.svg``, a picture.
+            path: ``.json``, which :meth:`load` reads; ``.csv``, the schedule for PyTorch, without recomputation, copies
+                to the host and skip connections, which that format does not have; ``.svg``, a picture.
 
         Raises:
             ValueError: the ending is another one.
@@ -222,12 +221,18 @@ class Plan(SavedAsJson):
         path = Path(path)
         texts = {
             ".json": self.to_json,
-            ".csv": lambda: to_csv(replace(without_recompute(self.schedule), skips=())),
+            ".csv": self._to_csv,
             ".svg": self._repr_svg_,
         }
         if path.suffix not in texts:
             raise ValueError(f"{path}: a plan is saved as {', '.join(texts)}, not as {path.suffix!r}")
         path.write_text(texts[path.suffix](), encoding="utf-8")
+
+    def _to_csv(self) -> str:
+        schedule = self.schedule
+        known = {kind for kind, row in schedule.table.items() if row.always or row.adds}
+        orders = tuple(tuple(action for action in order if action.kind in known) for order in schedule.orders)
+        return to_csv(replace(schedule, orders=orders, skips=()))
 
     def _written(self) -> dict[str, Any]:
         return {

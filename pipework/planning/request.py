@@ -110,7 +110,7 @@ def make_request(
         raise ValueError("devices is empty: give one for each worker, such as ['cuda:0', 'cuda:1']")
     kinds = [profile.kind_of(place) for place in places]
     rows = profile.batch if batch is None else batch
-    check_options(len(places), len(profile.layers), rows, chunks, optimizer, {*places, *kinds}, memory)
+    check_options(len(places), len(profile.layers), rows, chunks, optimizer, {*places, *kinds}, memory, offload)
     if chunks is None:
         counts = micro_batch_counts(rows, len(places))
         # Layers may refuse micro-batches that are smaller than those of the profile, which are the smallest that ran.
@@ -159,6 +159,7 @@ def check_options(
     optimizer: Any,
     names: Collection[str],
     memory: Any,
+    offload: Any,
 ) -> None:
     """Refuse what no profile makes right: users who plan a model should not wait for its measurement first.
 
@@ -170,9 +171,10 @@ def check_options(
         optimizer: see there.
         names: of the devices and of their kinds.
         memory: see there.
+        offload: see there.
 
     Raises:
-        TypeError: a number has a wrong type.
+        TypeError: one of them has a wrong type.
         ValueError: more workers than layers, a number is out of range, or a limit is for an unknown device.
     """
     if workers > layers:
@@ -188,6 +190,8 @@ def check_options(
             f"optimizer is {optimizer!r}: wanted a number of at least 0, those that it keeps for each parameter, such "
             "as 2 for Adam"
         )
+    if not isinstance(offload, bool):
+        raise TypeError(f"offload is {offload!r}: wanted True, if activations may go to host memory, or False")
     sizes = memory if isinstance(memory, Mapping) else {None: memory}
     for name, size in sizes.items():
         if name is not None and name not in names:

@@ -95,6 +95,7 @@ def test_activations_go_to_the_host_where_memory_lacks_and_the_link_is_fast(
         assert plan.seconds == free.seconds
         assert plan.workers[0].host > 0
         assert Plan.from_json(plan.to_json(), "plan.json") == plan
+        assert not {"O", "L"} & from_csv(plan._to_csv()).kinds
         titles, first, *_ = str(plan).splitlines()[1:]
         assert "offloads" in titles
         assert titles.endswith("in host memory")

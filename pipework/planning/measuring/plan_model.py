@@ -165,7 +165,7 @@ def plan(
                 )
             options["chunks"] = found.made
         rows = found.rows if batch is None else batch
-        check_options(workers, len(layers), rows, options["chunks"], optimizer, names, memory)
+        check_options(workers, len(layers), rows, options["chunks"], optimizer, names, memory, offload)
         return found
 
     if mesh is not None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.assignment.from_plan import layer_info
-from pipework.planning.host_peaks import host_peaks
 from pipework.planning.measuring.device_peaks import device_peaks
 from pipework.planning.measuring.links import measure_host_link
 from pipework.planning.measuring.sample_batch import largest_sample
@@ -22,6 +21,7 @@ from pipework.runtime.host_optimizer import HostOptimizer
 from pipework.schedule import Costs, simulate
 from pipework.schedule.draw.units import aligned
 from pipework.schedule.edges import offloaded
+from pipework.schedule.host_peaks import host_peaks
 from pipework.summary import readable_bytes
 from pipework.values.tensor_form import bytes_of
 

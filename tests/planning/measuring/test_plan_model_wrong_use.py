@@ -72,6 +72,7 @@ OF_A_SEARCH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory": float("nan")}, ValueError, "memory is nan: wanted a finite amount above 0"),
     ({"memory": "24 Gigs"}, ValueError, "memory is '24 Gigs': wanted a number and a unit"),
     ({"memory": [1000, 1000]}, TypeError, "memory is .1000, 1000.: wanted a number of bytes"),
+    ({"offload": "activations"}, TypeError, "offload is .activations.: wanted True"),
     ({"memory": {"tpu": 5}}, ValueError, "memory names 'tpu', which is none of the devices"),
     ({"batch": 1.5}, TypeError, "batch is 1.5, a float"),
     ({"chunks": 999}, ValueError, "chunks is 999, and a mini-batch has"),

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
-from pipework.schedule import Schedule
 from pipework.schedule.edges import recomputed
+from pipework.schedule.schedule import Schedule
 
 
 def host_peaks(schedule: Schedule, graphs: Sequence[Sequence[int]], inputs: Sequence[Sequence[int]]) -> list[int]:

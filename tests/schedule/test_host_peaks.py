@@ -1,5 +1,5 @@
-from pipework.planning.host_peaks import host_peaks
 from pipework.schedule import build, with_offload, with_recompute
+from pipework.schedule.host_peaks import host_peaks
 
 
 def test_buffers_serve_again_and_inputs_go_for_micro_batches_that_are_recomputed() -> None:
