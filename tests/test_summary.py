@@ -1,6 +1,8 @@
 import pytest
+import torch
 from torch import nn
 
+import pipework
 from pipework import Pipe, attach
 from pipework.summary import readable_bytes, table
 from tests.model.parts.models import Plain, batch_of
@@ -23,6 +25,16 @@ def test_a_row_for_each_partition_and_the_predicted_bubble():
         "          1  cpu     2                   72  288 B",
         "schedule gpipe, 4 chunks, checkpoint 'except_last', bubble 16.7% if all partitions take equally long",
     ]
+
+
+def test_activations_in_host_memory_and_the_bubble_of_a_plan_are_named():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    pipe = Pipe(layers, 8, "never", balance=[2, 1], devices=["cpu", "cpu"], offload="activations")
+    assert [line.split()[-1] for line in table(pipe).splitlines()[1:3]] == ["offloads", "8"]
+    assert "7 of 8" in table(pipe)
+    x = torch.zeros(8, 8)
+    plan = pipework.plan(layers, x, schedules=["gpipe"], workers=2, chunks=4, iterations=1, timeout=0)
+    assert table(Pipe(layers, plan=plan)).endswith(f"bubble {plan.simulation.bubble:.1%} by the plan")
 
 
 @pytest.mark.usefixtures("recorded_graphs")

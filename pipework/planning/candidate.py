@@ -92,7 +92,8 @@ class Candidate:
         made, costs = self.made(), self.costs
         spread = costs.spread(made.stages, len(made.skips))
         graphs = [[round(whole - left)] for whole, left in zip(spread["activation"], spread["offloaded"], strict=True)]
-        inputs = [[round(size)] for size in spread["checkpoint_activation"]]
+        of_inputs = zip(spread["checkpoint_activation"], spread["checkpoint_offloaded"], strict=True)
+        inputs = [[round(whole - left)] for whole, left in of_inputs]
         return measure(made, costs), host_peaks(made, graphs, inputs)
 
     @property

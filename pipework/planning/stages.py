@@ -115,6 +115,8 @@ class StageSums:
             offload=copying,
             reload=copying,
             offloaded=offloaded,
+            # The first stage's input is the caller's, and stays.
+            checkpoint_offloaded=[checkpointed[0], *[0.0] * (len(spans) - 1)],
         )
 
     def skips_between(self, balance: Sequence[int]) -> dict[tuple[int, int], int]:

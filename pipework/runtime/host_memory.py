@@ -147,11 +147,7 @@ class Stored:
 
     def __init__(self, host: HostMemory, sizes: list[int]) -> None:
         self._host, self.sizes = host, sizes
-        self._buffers: list[Tensor] = []
-        left = sum(map(_rounded, sizes))
-        while left > 0:
-            self._buffers.append(host.take(min(LARGEST, 1 << (left - 1).bit_length())))
-            left -= self._buffers[-1].nbytes
+        self._buffers = list(map(host.take, buffer_sizes(sizes)))
 
     def __del__(self) -> None:
         self._host.give(self._buffers)
@@ -167,6 +163,20 @@ class Stored:
                 memory, room = memory[size:], room[_rounded(size) :]
                 if not room.nbytes:
                     room = next(buffers, None)
+
+
+def buffer_sizes(sizes: Sequence[int]) -> list[int]:
+    """The buffers for memories of these sizes.
+
+    Example:
+        >>> buffer_sizes([600, 12])
+        [2048]
+    """
+    left, found = sum(map(_rounded, sizes)), []
+    while left > 0:
+        found.append(min(LARGEST, 1 << (left - 1).bit_length()))
+        left -= found[-1]
+    return found
 
 
 def _rounded(size: int) -> int:

@@ -52,6 +52,7 @@ class Costs:
             ``R``.
         waiting: memory that a micro-batch holds from the end of ``I`` to the end of ``W``; None: ``activation``.
         offloaded: memory of a micro-batch that stays on the device from ``O`` to ``L``.
+        checkpoint_offloaded: the same of a checkpointed one; None: ``offloaded``, at most ``checkpoint_activation``.
         message: memory of a micro-batch's value that crosses a boundary; a sequence has a number for each boundary. It
             is for information only: the time of a transfer is ``transfer``.
 
@@ -83,6 +84,7 @@ class Costs:
     checkpoint_activation: Cost = 0.0
     waiting: Cost | None = None
     offloaded: Cost = 0.0
+    checkpoint_offloaded: Cost | None = None
     message: Cost = 0.0
 
     def __post_init__(self) -> None:
@@ -216,6 +218,8 @@ class Costs:
         found.setdefault("backward", tuple(map(sum, zip(*halves, strict=True))))
         found.setdefault("recompute", found["forward"])
         found.setdefault("waiting", found["activation"])
+        stays = tuple(map(min, found["offloaded"], found["checkpoint_activation"]))
+        found.setdefault("checkpoint_offloaded", stays)
         return found
 
 

@@ -174,11 +174,14 @@ class _Memory:
     def _copy(self, stage: int, micro_batch: int, *, is_back: bool) -> None:
         """What a graph holds is on the host, or back on the device; of a recomputed micro-batch, its input."""
         one, shares = self._measured[stage], self._shares(stage)
-        if (stage, micro_batch) not in self._recomputed:
-            moved = 0 if is_back else one.moves(shares=shares)
-            self._keep("graph", stage, micro_batch, one.graph(shares=shares) - moved)
-        elif ("input", stage, micro_batch) in self._kept:  # another stage may hold it
-            self._keep("input", stage, micro_batch, one.given * is_back)
+        moved = 0 if is_back else sum(one.memories(shares=shares))
+        sizes: dict[Hashable, int] = {"graph": one.graph(shares=shares) - moved}
+        if (stage, micro_batch) in self._recomputed:
+            sizes = {"input": one.given, **{("skip", key): size for key, (size, _) in one.popped.items()}}
+            sizes = sizes if is_back else dict.fromkeys(sizes, 0)
+        for what, size in sizes.items():
+            if (what, stage, micro_batch) in self._kept:  # else another stage holds it, or the caller
+                self._keep(what, stage, micro_batch, size)
         self._see()
 
     def _see(self) -> None:

@@ -17,6 +17,7 @@ from pipework.planning.measuring.sample_batch import largest_sample
 from pipework.planning.measuring.stage_copy import measure_stages
 from pipework.planning.measuring.storage_meter import optimizer_bytes
 from pipework.runtime.device import is_accelerator
+from pipework.runtime.host_memory import buffer_sizes
 from pipework.runtime.host_optimizer import HostOptimizer
 from pipework.schedule import Costs, simulate
 from pipework.schedule.draw.units import aligned
@@ -162,10 +163,15 @@ def predict_step(
         progress or logging.getLogger("pipework").info,
         cpu_workers=len({w for w, device in zip(schedule.placement, devices, strict=True) if device.type == "cpu"}),
         split=split_stages,
+        moves=moves,
     )
     seconds, sizes = [one.seconds for one in measured], tuple([one.bytes for one in measured])
     shares = [here == there for here, there in pairwise(devices)] + [False]
-    moved = [one.moves(shares=each) for one, each in zip(sizes, shares, strict=True)]
+    memories = [one.memories(shares=each) for one, each in zip(sizes, shares, strict=True)]
+    moved = list(map(sum, memories))
+    # The caller has the inputs of the first stage.
+    inputs = [() if not stage else one.inputs for stage, one in enumerate(sizes)]
+    staying = [one.checkpoint - sum(size) for one, size in zip(sizes, inputs, strict=True)]
     links = {device: measure_host_link(device) for device in devices if moves and "offload" not in known}
     copying = [links[device].seconds(size) for device, size in zip(devices, moved, strict=True) if links]
     costs = Costs(
@@ -180,6 +186,7 @@ def predict_step(
         offload=copying or 0.0,
         reload=copying or 0.0,
         offloaded=[one.activation - size for one, size in zip(sizes, moved, strict=True)] if moves else 0.0,
+        checkpoint_offloaded=staying if moves else None,
     )
     simulation = simulate(schedule, replace(costs, **known), loss_outside=loss is None)
     outputs = () if loss is not None else (sizes[-1].message,) * schedule.micro_batches
@@ -190,8 +197,7 @@ def predict_step(
     of_targets = [sum(map(bytes_of, tensors)) for tensors, _ in targets or ()]
     peaks, statics = {}, of_targets if graphs else None
     orders = schedule.orders if moves else ()
-    inputs = [one.given if stage else 0 for stage, one in enumerate(sizes)]  # those of the first stage are the caller's
-    host = [*host_peaks(schedule, [[size] for size in moved], [[size] for size in inputs])]
+    host = host_peaks(schedule, *[list(map(buffer_sizes, each)) for each in (memories, inputs)])
     for device, peak in device_peaks(simulation.timeline, sizes, devices, outputs, statics, orders).items():
         own = [number for number, other in enumerate(devices) if other == device]
         states, step = optimizer_bytes(optimizer, [partitions[number].parameters() for number in own], device)

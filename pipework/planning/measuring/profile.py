@@ -213,6 +213,7 @@ class _Way(NamedTuple):
                     cpu_workers=self.sharing,
                     split=range(len(module)),
                     clock=functools.partial(rated_clock, self.rates) if self.rates else None,
+                    moves=self.host is not None,
                 )
                 rounds.append(found)
                 if time.perf_counter() > end:  # a pass may take longer than what there is for it
@@ -236,7 +237,7 @@ def _layer_bytes(measured: Measured) -> LayerBytes:
         waiting=found.waiting + found.given * (found.input_waits > 0),
         temporary=max(0, *needs),
         saves_input=int(found.saves_input),
-        stays=max(0, found.kept - found.moved - found.moved_output),
+        stays=max(0, found.kept - sum(found.moved_alone)),
     )
 
 

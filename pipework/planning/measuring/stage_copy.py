@@ -26,9 +26,10 @@ from pipework.autograd.aliases import Aliases
 from pipework.autograd.weight_split.store import WeightGradientStore
 from pipework.model.sequential import TupleRule, named_layers
 from pipework.planning.layer_costs import LayerSeconds
-from pipework.planning.measuring.storage_meter import StorageMeter
+from pipework.planning.measuring.storage_meter import StorageMeter, block_of
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.skips import skip_tracker
+from pipework.runtime.stage.offload import SavedTensors
 from pipework.runtime.stage.recomputation import MutableBuffers
 from pipework.runtime.stage.stage import Layer
 from pipework.runtime.stage.stage_forward import run_layers
@@ -91,9 +92,8 @@ class ActionBytes:
         target: how much of the target the graph needs.
         clones: of buffers, which a checkpointed forward keeps.
         saves_input: whether the graph needs the input.
-        moved: what goes to host memory if the activations do: all that autograd saved, but for the input, the target
-            and what the stage sends.
-        moved_output: how much of what the stage sends goes there, too, unless the receiver is on the same device.
+        moved: the sizes of the memories that an ``O`` moves while the next stage holds the output, too.
+        moved_alone: the same where no other stage holds it, as on another device.
         stashed: by skip, its tensor, and how much of that no graph of this stage holds.
         popped: by skip, its tensor, and the gradient of that, which goes back to the stage that stashed it.
     """
@@ -112,15 +112,20 @@ class ActionBytes:
     target: int = 0
     clones: int = 0
     saves_input: bool = True
-    moved: int = 0
-    moved_output: int = 0
+    moved: tuple[int, ...] = ()
+    moved_alone: tuple[int, ...] = ()
     stashed: Mapping[Hashable, tuple[int, int]] = field(default_factory=dict)
     popped: Mapping[Hashable, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def checkpoint(self) -> int:
         """What a checkpointed micro-batch holds: all that came from elsewhere, and clones of buffers."""
-        return self.given + self.clones + sum(size for size, _ in self.popped.values())
+        return self.clones + sum(self.inputs)
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The sizes of all that came from elsewhere."""
+        return self.given, *(size for size, _ in self.popped.values())
 
     @property
     def activation(self) -> int:
@@ -131,9 +136,9 @@ class ActionBytes:
         """What a graph holds, also of the output if the next stage `shares` its memory."""
         return self.kept_with_output if shares else self.kept
 
-    def moves(self, *, shares: bool) -> int:
-        """How much of that goes to host memory."""
-        return self.moved if shares else self.moved + self.moved_output
+    def memories(self, *, shares: bool) -> tuple[int, ...]:
+        """The sizes of those of its memories that go to the host."""
+        return self.moved if shares else self.moved_alone
 
 
 class Measured(NamedTuple):
@@ -153,6 +158,7 @@ def measure_stages(
     cpu_workers: int = 1,
     split: Collection[int] = (),
     clock: Clock | None = None,
+    moves: bool = False,
 ) -> list[Measured]:
     """Runs copies of the stages, one after the other.
 
@@ -165,6 +171,7 @@ def measure_stages(
         cpu_workers: how many workers share the cores.
         split: the stages whose backward is split.
         clock: in place of that of the device; entered for each pass that is timed.
+        moves: whether to find out what can go to host memory.
 
     Raises:
         torch.OutOfMemoryError: a stage alone needs more memory than its device has left.
@@ -182,7 +189,7 @@ def measure_stages(
             if trains:
                 layers.train()
             stage = StageCopy(layers, tracker, own, timer, is_first=number == 0, splits=number in split)
-            one, value = stage.measure(value, seconds, is_last=is_last)
+            one, value = stage.measure(value, seconds, is_last=is_last, moves=moves)
         measured.append(one)
         if report is not None:
             first, *others = (f"{each:.3g} s" for each in one.seconds)
@@ -225,13 +232,14 @@ class StageCopy:
         if not self._aliases.any_deferrable:
             self._weight_store = None
 
-    def measure(self, value: Any, seconds: float | None, *, is_last: bool) -> tuple[Measured, Any]:
+    def measure(self, value: Any, seconds: float | None, *, is_last: bool, moves: bool) -> tuple[Measured, Any]:
         """Runs the stage repeatedly; returns the measurement, and the input of the next stage, if there is one.
 
         Args:
             value: the input.
             seconds: for measuring times; None: they are not measured, and those of all actions are 1 or 0.
             is_last: whether no stage gets the output.
+            moves: see `measure_stages`.
         """
         # As a worker's, a backward runs on the thread that calls it.
         with self._aliases.standing_in(), torch.autograd.set_multithreading_enabled(False):
@@ -243,6 +251,8 @@ class StageCopy:
             output = None if is_last else cut(output, self._device)  # the graph of a pass does not outlive it
             clones = sum(tensor.nbytes for tensor in buffers.learn(before).tensors)
             found = replace(self._bytes(value), message=message, clones=clones)
+            if moves:
+                found = self._with_moves(found, value)
             times = [(1.0, 1.0, float(self._weight_store is not None))]
             if seconds is not None:
                 end = time.perf_counter() + seconds
@@ -281,6 +291,27 @@ class StageCopy:
             gradients=first.gradients,
         )
 
+    def _with_moves(self, found: ActionBytes, value: Any) -> ActionBytes:
+        """With what an `O` would move after a forward, by the rule of the runtime."""
+        given, saved = self._fresh(value), SavedTensors(self._device)
+        with saved.saving():
+            output = self._forward(given)
+        block = block_of(self._device)
+
+        def moving() -> tuple[int, ...]:
+            memories = [each.storage for each in saved.moving() if each.storage is not None]
+            return tuple([-(-storage.nbytes() // block) * block for storage in memories])
+
+        before = moving()
+        roots = [get_gradient_edge(tensor) for tensor in self._ends(output)]  # the graph stays
+        del output
+        popped = dict(self._tracker.popped)
+        for _ in self._tracker.let_go():
+            pass
+        after = moving()
+        del given, roots, popped
+        return replace(found, moved=before, moved_alone=after)
+
     def _counted_pass(self, value: Any) -> ActionBytes:
         parameters = list(self._layers.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -306,10 +337,6 @@ class StageCopy:
                 output = self._forward(given)
             target = sum(each.nbytes for each in tensors_of(self._target) if memory_key(each) in saved)
             popped = dict(self._tracker.popped)
-            # What autograd saved goes to host memory, but for what the stage or its caller holds until the backward.
-            stays = {memory_key(each) for each in (*inputs, *popped.values(), *tensors_of(self._target))}
-            sent = {memory_key(each) for each in (*tensors_of(output), *tensors_of([*self._tracker.stashed.values()]))}
-            moved, moved_output = meter.bytes_of(saved - stays - sent), meter.bytes_of(saved & sent - stays)
             start += sum(tensor.nbytes for tensor in popped.values())  # which arrive before, like the input
             forward, kept_with_output = _need(meter, start), meter.live - start
             ends = self._ends(output)
@@ -350,8 +377,6 @@ class StageCopy:
             gradients=meter.live,
             target=target,
             saves_input=not saved.isdisjoint(of_inputs),
-            moved=moved,
-            moved_output=moved_output,
             stashed=stashed,
             popped=returned_skips,
         )

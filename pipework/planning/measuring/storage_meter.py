@@ -52,7 +52,7 @@ class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
     def __init__(self, device: torch.device, present: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._device = device
-        self._block = _BLOCK if is_accelerator(device) else 1
+        self._block = block_of(device)
         self._sizes: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._not_counted = list(present)  # kept, so that no other storage gets one of their addresses
         self._present = {memory_key(tensor) for tensor in self._not_counted}
@@ -68,10 +68,6 @@ class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
         self.peak = self.live
         self._sum = self._operators = 0
         return self.live
-
-    def bytes_of(self, keys: Iterable[int | None]) -> int:
-        """What the counted storages with these `memory_key` have in use."""
-        return sum(self._sizes[key][0] for key in keys if key in self._sizes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -100,6 +96,11 @@ class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
         # What is counted must not keep the meter alive, which keeps tensors.
         self._sizes[key] = size, weakref.ref(storage, functools.partial(_free, weakref.ref(self), key))
         self.live += size
+
+
+def block_of(device: torch.device) -> int:
+    """The bytes of which a device's allocator gives multiples."""
+    return _BLOCK if is_accelerator(device) else 1
 
 
 def _free(meter: weakref.ref[StorageMeter], key: int, _: object) -> None:

@@ -120,6 +120,7 @@ def _amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> 
     leaves = {kind: costs[row.leaves] for kind, row in schedule.table.items() if row.leaves and kind in effects}
     left = {action[1:3]: leaves[action[0]][action[1]] for action in order if action[0] in leaves} if leaves else {}
     copies = schedule.table.letters(scope="copy") if left else ()
+    leaving = schedule.table.letters(scope="copy", phase="forward") if left else ()
     total, count = 0.0, 0  # of micro-batches, and stages, that hold memory
     row, after_each = array("d"), array("d")
     add_most, add_held = row.append, after_each.append
@@ -131,7 +132,9 @@ def _amounts(schedule: Schedule, order: Sequence[Action], costs: StageCosts) -> 
             add_most(total)
             add_held(before)
             continue
-        if left and (step == 1 or kind in copies):
+        if kind in leaving and (stage, micro_batch) in left:
+            after = during = costs["checkpoint_offloaded"][stage]
+        elif left and (step == 1 or kind in copies):
             inputs = left.get((stage, micro_batch), after)
             if kind in copies:
                 after = during = min(after, inputs)

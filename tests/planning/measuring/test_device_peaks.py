@@ -57,7 +57,7 @@ def test_a_recomputed_micro_batch_keeps_its_input_only() -> None:
 
 
 def test_what_is_on_the_host_does_not_count() -> None:
-    stage = replace(STAGE, moved=6, moved_output=1)
+    stage = replace(STAGE, moved=(6,), moved_alone=(6, 1))
 
     def peak(recomputed: int, devices: list[torch.device]) -> int:
         schedule = with_offload(with_recompute(build("gpipe", workers=2, chunks=4), recomputed))

@@ -106,6 +106,33 @@ def test_activation_bytes_are_those_that_are_then_measured(schedule: str, checkp
     assert list(timeline.predicted().peak_memory) == pytest.approx(peaks, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint", "offload"),
+    [("gpipe", "never", "activations"), ("gpipe", "except_last", 1), ("1f1b", "never", 2), ("zb-h1", "never", 1)],
+)
+def test_what_is_in_host_memory_does_not_count_as_activations(
+    schedule: str, checkpoint: str, offload: int | str
+) -> None:
+    plain = in_four_stages(schedule, checkpoint)
+    pipe = Pipe(
+        model(), 6, checkpoint, balance=[2] * 4, devices=plain.devices, schedule=schedule,
+        loss_fn=functional.cross_entropy, offload=offload,
+    )  # fmt: skip
+    x, y = torch.randn(192, 4), torch.randint(3, (192,))
+    less, prediction = (each.predict(x, target=y, timeout=0) for each in (plain, pipe))
+    assert sum(prediction.simulation.peak_memory) < sum(less.simulation.peak_memory)
+    pipe(x, target=y)
+    measured = recorded(pipe, x, y).timeline()
+    peaks = [measured.peak_memory(worker) for worker in range(measured.workers)]
+    assert list(prediction.simulation.peak_memory) == pytest.approx(peaks, rel=0.05)
+    hosts = [device.host_memory.reserved for device in pipe._executor.engine_in_use().devices.values()]
+    assert list(prediction.host_bytes) == hosts
+    table, _, at_once, host = str(prediction).rsplit("\n", 3)
+    assert table.splitlines()[1].split()[-1] == "offloads"
+    assert at_once.startswith("at most ")
+    assert host == f"in host memory: {sum(hosts) / 1024:.1f} KiB"
+
+
 def test_the_loss_may_be_outside() -> None:
     pipe = Pipe(model(), 6, balance=[4, 4], devices=["cpu"] * 2)
     x = torch.randn(192, 4)
@@ -333,7 +360,7 @@ OPTIMIZERS = {
 
 
 def predicted_and_counted(
-    kind: str, schedule: str, checkpoint: str, place: str, optimizer_of: Any
+    kind: str, schedule: str, checkpoint: str, place: str, optimizer_of: Any, *, offload: bool | int = False
 ) -> dict[torch.device, float]:
     """For each device, what was predicted as a multiple of what the device's allocator then counts in a step.
 
@@ -352,7 +379,7 @@ def predicted_and_counted(
     before = {device: torch.accelerator.memory_allocated(device) for device in devices}
     pipe = Pipe(
         make(), 8, checkpoint, balance=[4 // stages] * stages, devices=devices, schedule=schedule,
-        loss_fn=functional.mse_loss,
+        loss_fn=functional.mse_loss, offload=offload,
     )  # fmt: skip
     x = torch.randn(shape).to(pipe.input_device)
     with torch.no_grad():
@@ -409,6 +436,23 @@ def test_what_a_device_holds_is_what_it_then_counts(
     kind: str, schedule: str, checkpoint: str, place: str, optimizer: str
 ) -> None:
     for ratio in predicted_and_counted(kind, schedule, checkpoint, place, OPTIMIZERS[optimizer]).values():
+        assert ratio == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "schedule", "checkpoint", "place", "offload"),
+    [
+        ("mlp", "gpipe", "never", "one each", 1),
+        ("transformer", "gpipe", "never", "alone", 2),
+        ("transformer", "gpipe", "always", "one each", 1),
+        ("convolutions", "interleaved-1f1b", "never", "one each", 1),
+    ],
+)
+def test_what_a_device_holds_while_activations_are_in_host_memory(
+    kind: str, schedule: str, checkpoint: str, place: str, offload: int
+) -> None:
+    for ratio in predicted_and_counted(kind, schedule, checkpoint, place, None, offload=offload).values():
         assert ratio == pytest.approx(1, abs=0.05)
 
 
