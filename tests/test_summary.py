@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-import pipework
 from pipework import Pipe, attach
+from pipework.planning import Rates, profile
 from pipework.summary import readable_bytes, table
 from tests.model.parts.models import Plain, batch_of
 
@@ -33,8 +33,11 @@ def test_activations_in_host_memory_and_the_bubble_of_a_plan_are_named():
     assert [line.split()[-1] for line in table(pipe).splitlines()[1:3]] == ["offloads", "8"]
     assert "7 of 8" in table(pipe)
     x = torch.zeros(8, 8)
-    plan = pipework.plan(layers, x, schedules=["gpipe"], workers=2, chunks=4, iterations=1, timeout=0)
-    assert table(Pipe(layers, plan=plan)).endswith(f"bubble {plan.simulation.bubble:.1%} by the plan")
+    measured = profile(layers, x, rates=Rates(1e9, 1e9), workers=2)
+    plan = measured.predict(["device"] * 2, balance=[2, 1], chunks=4)
+    assert table(Pipe(layers, plan=plan, devices=["cpu", "cpu"])).endswith(
+        f"bubble {plan.simulation.bubble:.1%} by the plan"
+    )
 
 
 @pytest.mark.usefixtures("recorded_graphs")

@@ -1,5 +1,7 @@
+import copy
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipework import Pipe, Plan, plan
-from pipework.planning import profile
+from pipework.planning import Rates, profile
 from pipework.planning.plan import WorkerBytes
 from pipework.planning.request import memory_bytes
+from pipework.schedule.edges import offloaded
 from pipework.testing import draw_key, reference_step
 from tests.planning.measuring.test_profile import X, Y, layers
 
@@ -39,6 +42,22 @@ def test_what_a_plan_says_was_measured_and_its_pipe_trains_bit_by_bit_like_the_m
         fixed[worker] += stage.total - stage.activations
     assert [worker.fixed for worker in found.workers] == fixed
     assert [worker.activations for worker in found.workers] == list(predicted.simulation.peak_memory)
+
+
+def test_a_pipe_of_a_plan_that_offloads_trains_bit_by_bit_like_the_model(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(4)))
+    plain, x = copy.deepcopy(model), torch.randn(32, 4)
+    rates = Rates(1e9, 1e9, host_bytes_per_second=1e9)
+    measured = profile(model, x, target=x, loss_fn=F.mse_loss, rates=rates, rows=[4])
+    options: dict[str, Any] = {"devices": ["device"] * 4, "chunks": 8, "schedules": ["1f1b"], "iterations": 20}
+    memory = 0.9 * max(worker.total for worker in plan(measured, **options).workers)
+    plan(measured, memory=memory, **options).save(tmp_path / "plan.json")
+    found = Plan.load(tmp_path / "plan.json")
+    assert offloaded(found.schedule)
+    pipe = Pipe(model, plan=found, loss_fn=F.mse_loss, devices=["cpu"] * 4)
+    pipe(x, target=x).backward()
+    reference_step(plain, x, x, F.mse_loss, found.chunks, draw_key())
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def test_the_plan_is_the_fastest_that_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
