@@ -280,7 +280,8 @@ class _Execution:
         self._before_loss: tuple[str, ...] = ()
         self._forwards = 0
         if isnan(table.loss.ends[0]):
-            self._before_loss = schedule.table.letters(scope="micro-batch", phase="forward")
+            ways = (schedule.table.letters(scope=scope, phase="forward") for scope in ("micro-batch", "copy"))
+            self._before_loss = tuple(chain.from_iterable(ways))
             self._forwards = sum(action[0] in self._before_loss for order in schedule.orders for action in order)
         self._last_forward = (0.0, LOSS)
 
@@ -351,7 +352,7 @@ class _Execution:
 
     def _count_forward(self, action: Action, end: float) -> None:
         self._forwards -= 1
-        if end >= self._last_forward[0]:
+        if end >= self._last_forward[0] and action[0] not in self._table.copies:
             self._last_forward = end, action
         if not self._forwards:
             loss = self._table.loss

@@ -117,6 +117,8 @@ def test_what_is_wrong_is_named(old, new, message):
 def test_a_loss_outside_comes_before_loads():
     forwards = "0F0,0O0,0F1,0O1,0F2,"
     assert validate(from_csv(f"{forwards}0L0,0B0,0L1,0B1,0B2"), loss_outside=True).ok
+    late = validate(from_csv("0F0,0F1,0B0,0O1,0L1,0B1"), loss_outside=True)
+    assert "worker 0 waits forever at 0B0: it needs the loss" in late.violations[0].message
     early = validate(from_csv("0F0,0O0,0F1,0L0,0F2,0B0,0B1,0B2"), loss_outside=True)
     assert "worker 0 waits forever at 0L0: it needs the loss" in early.violations[0].message
     moving = with_offload(fill_drain(2, 6), loss_outside=True)
