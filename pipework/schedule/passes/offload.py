@@ -56,8 +56,8 @@ def with_offload(
     Raises:
         ScheduleError: the schedule cannot be executed.
         TypeError: `costs` is no :class:`Costs`.
-        ValueError: `keep` is no int of at least 0, the schedule has an ``O`` or transfers, or the costs are for another
-            number of stages.
+        ValueError: `keep` is no int of at least 0, the schedule has an ``O``, transfers, or a table without ``O`` and
+            ``L``, or the costs are for another number of stages.
 
     Example:
         >>> from pipework.schedule import Costs, build, simulate
@@ -74,6 +74,8 @@ def with_offload(
     if schedule.communicates or not copies.isdisjoint(schedule.kinds):
         why = "transfers" if schedule.communicates else "copies to the host"
         raise ValueError(f"schedule {schedule.name!r} has {why}: offload in one without, before transfers")
+    if not {"O", "L"} <= copies:
+        raise ValueError(f"the table of schedule {schedule.name!r} has no O and L: make it of those of KINDS")
     check(schedule, costs)
     if schedule.inference:
         return schedule

@@ -5,8 +5,10 @@ from itertools import pairwise
 import pytest
 
 from pipework.schedule import (
+    KINDS,
     SCHEDULES,
     Costs,
+    Kinds,
     ScheduleError,
     build,
     fill_drain,
@@ -206,5 +208,7 @@ def test_errors():
         with_offload(with_communication(schedule))
     with pytest.raises(ValueError, match="has copies to the host: offload in one without"):
         with_offload(with_offload(schedule))
+    with pytest.raises(ValueError, match="the table of schedule 'csv' has no O and L: make it of those of KINDS"):
+        with_offload(from_csv("0F0,0B0", table=Kinds(KINDS["F"], KINDS["B"])))
     with pytest.raises(ScheduleError, match="cannot be executed"):
         with_offload(from_csv("0B0,0F0"))
