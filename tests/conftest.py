@@ -28,6 +28,7 @@ from tests.jobs import on_ranks as on_ranks
 from tests.jobs import start as start
 from tests.nursery import Nursery
 from tests.programs import run_python as run_python
+from tests.programs import run_ranks as run_ranks
 from tests.programs import start_python as start_python
 from tests.ranks import RankPipe, held, own_mesh, recut, workers_of
 from tests.runtime.graphs.recorded import RecordedGraphs

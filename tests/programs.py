@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.two_processes import address_of, hosted_store
 from tests.nursery import ENVIRONMENT, Nursery, RankProcess
 from tests.program import Program
 
@@ -83,5 +84,24 @@ def run_python(start_python: Callable[..., Running]) -> RunPython:
 
     def run(arguments: Sequence[object], *, timeout: float = 100.0, **options: Any) -> subprocess.CompletedProcess[str]:
         return start_python(arguments, **options).ended(timeout)
+
+    return run
+
+
+@pytest.fixture
+def run_ranks(start_python: Callable[..., Running]) -> RunPython:
+    """Runs a program on several ranks, as torchrun would start them; its output is that of one after the other."""
+
+    def run(ranks: int, arguments: Sequence[object], *, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
+        store = hosted_store()
+        shared = {**os.environ, **ENVIRONMENT, **address_of(store)}
+        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        programs = [
+            start_python(arguments, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
+        ]
+        ended = [program.ended(timeout) for program in programs]
+        code = next((each.returncode for each in ended if each.returncode), 0)
+        output, errors = ("".join(getattr(each, name) for each in ended) for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess([str(each) for each in arguments], code, output, errors)
 
     return run

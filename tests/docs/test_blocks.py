@@ -5,7 +5,7 @@
   after the comment `<!-- numbers vary -->` the numbers are those of one run and are not compared.
 * A `python` block that begins with a comment like `# train.py` is a script: it is written to that file, not run.
 * A `sh` block: commands of `python -m pipework` and `python -m pipework.compat` are run, and so are the page's scripts,
-  under torchrun too; targets of make and other scripts must exist.
+  with torchrun's ranks too; targets of make and other scripts must exist.
 """
 
 import contextlib
@@ -77,20 +77,22 @@ class Shell(markdown.CodeBlockParser):
 
     Args:
         run_python: as the fixture does.
+        run_ranks: likewise.
     """
 
     language = "sh"
 
-    def __init__(self, run_python: RunPython) -> None:
+    def __init__(self, run_python: RunPython, run_ranks: RunPython) -> None:
         super().__init__()
-        self._run_python = run_python
+        self._run_python, self._run_ranks = run_python, run_ranks
 
     def output_of(self, command: list[str]) -> str:
         """What a command of Python's prints, or torchrun's."""
-        arguments = command[1:]
-        if command[0] == "torchrun":
-            arguments = ["-m", "torch.distributed.run", "--standalone", *arguments]  # on a port that is free
-        ran = self._run_python(arguments, timeout=120)
+        match command:
+            case ["torchrun", "--nproc-per-node", ranks, *arguments]:
+                ran = self._run_ranks(int(ranks), arguments, timeout=120)
+            case _:
+                ran = self._run_python(command[1:], timeout=120)
         assert ran.returncode == 0, f"{shlex.join(command)}\n{ran.stderr}"
         return ran.stdout
 
@@ -130,11 +132,11 @@ class Shell(markdown.CodeBlockParser):
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_blocks_run_and_print_what_is_shown(
-    run_python: RunPython, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_python: RunPython, run_ranks: RunPython, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    document = sybil.Sybil([Python(), Shell(run_python)]).parse(page)
+    document = sybil.Sybil([Python(), Shell(run_python, run_ranks)]).parse(page)
     threads = torch.get_num_threads()
     try:
         for example in document.examples():
@@ -143,9 +145,9 @@ def test_blocks_run_and_print_what_is_shown(
         torch.set_num_threads(threads)  # a page may have set them
 
 
-def test_readme_shows_how_it_is_used(run_python: RunPython) -> None:
+def test_readme_shows_how_it_is_used(run_python: RunPython, run_ranks: RunPython) -> None:
     """The pattern that finds the blocks would pass an empty page, too."""
-    examples = list(sybil.Sybil([Python(), Shell(run_python)]).parse(ROOT / "README.md").examples())
+    examples = list(sybil.Sybil([Python(), Shell(run_python, run_ranks)]).parse(ROOT / "README.md").examples())
     assert [example.region.parsed.count("Pipe(") > 0 for example in examples].count(True) >= 4
     assert sum(shown_below(example) is not None for example in examples) >= 1
 
