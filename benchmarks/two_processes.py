@@ -195,7 +195,8 @@ class TwoProcesses:
     """
 
     def __init__(self, make: Make, count: int = WORKERS, replicas: int = 1) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torch._dynamo"])  # imported once, and not in each process
         self._store = hosted_store()
         address = address_of(self._store)
         self._connections = []
