@@ -140,9 +140,10 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--predict", type=float, default=0.5, help="seconds of pipe.predict() a stage (default 0.5)")
     options.add_argument("--width", type=int, default=256, help="of the model (default 256)")
     options.add_argument("--tokens", type=int, default=128, help="of a row (default 128)")
+    options.add_argument("--chunks", type=int, default=8, help="micro-batches (default 8)")
     arguments = options.parse_args(argv)
     rounds, recorded = arguments.rounds, arguments.recorded
-    task = Task(width=arguments.width, tokens=arguments.tokens)
+    task = Task(width=arguments.width, tokens=arguments.tokens, chunks=arguments.chunks)
 
     with harness.on_this_machine() as machine, two_processes(partial(ranks.parts, task)) as processes:
         pipes = {

@@ -16,8 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TINY = {
     "receive_order": ["--workers", "2", "--chunks", "4"],  # the first one is what `make test` runs
-    "two_stage_speed": ["--rounds", "1", "--recorded", "1", "--predict", "0", "--width", "16", "--tokens", "4"],
-    "overhead": ["--seconds", "0.01", "--workers", "1", "2", "--stages", "2", "--chunks", "2", "64"],
+    "two_stage_speed": [
+        *("--rounds", "1", "--recorded", "1", "--predict", "0"),
+        *("--width", "16", "--tokens", "4", "--chunks", "4"),
+    ],
+    "overhead": [
+        *("--seconds", "0.01", "--workers", "1", "2", "--stages", "2"),
+        *("--chunks", "2", "64", "--schedules", "1f1b", "interleaved-1f1b", "zb-v"),
+    ],
     "counts": ["--rounds", "1", "--schedules", "zb-h1", "--workers", "1", "--stages", "1"],
     "p2p_overhead": ["--rounds", "1", "--sizes", "tiny", "--chunks", "4"],
     "many_workers": ["--rounds", "1", "--workers", "2", "3", "--milliseconds", "1", "--micro-batches", "3"],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, _utils
 
 from pipework import Pipe
 from pipework.testing import draw_key, reference_backward
@@ -23,8 +23,9 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _loaders_end_here() -> Iterator[None]:
+def _loaders_end_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A loader that an exception holds waits for its processes when it is collected: here, not in another test."""
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # seconds, and not five
     yield
     gc.collect()
 

@@ -18,7 +18,7 @@ from tests.jobs import runs_on
 Run = Callable[..., list[Any]]
 
 SIZES: dict[str, Any] = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-SIZES |= {"num_hidden_layers": 4, "max_position_embeddings": 32}
+SIZES |= {"num_hidden_layers": 2, "max_position_embeddings": 32}
 IDS = torch.arange(28).reshape(4, 7)
 BATCH = {"input_ids": IDS, "labels": IDS}
 
@@ -28,7 +28,7 @@ def made(name: str) -> Any:
     import transformers
 
     if name == "mixtral":
-        sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+        sizes = {**SIZES, "num_key_value_heads": 1, "num_local_experts": 2}
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
     if name == "t5":
         config = transformers.T5Config(vocab_size=37, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
