@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipework.schedule import build
 from tests.conftest import WAYS
 from tests.ranks import held, layers_of_stages
+from tests.tiers import sampled
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 CHUNKS = 4
@@ -118,10 +119,11 @@ COMPILED: dict[str, Callable[[str], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["zb-h1", "zb-v", "interleaved-zb"], indirect=True)
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("how", COMPILED)
+@pytest.mark.parametrize(
+    ("how", "backend", "checkpoint", "way"),
+    sampled(COMPILED, ["eager", "aot_eager"], ["never", "always"], ["zb-h1", "zb-v", "interleaved-zb"], each=2),
+    indirect=["way"],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.thorough
 def test_a_compiled_layer_forms_its_whole_gradient_at_once_and_nothing_waits(

@@ -67,7 +67,7 @@ def run_all(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[st
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param("gloo", marks=[pytest.mark.thorough, pytest.mark.skipif(CARDS > 0, reason="there is a card")]),
+        pytest.param("gloo", marks=[pytest.mark.slow, pytest.mark.skipif(CARDS > 0, reason="there is a card")]),
         pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.skipif(CARDS == 0, reason="needs an NVIDIA GPU")]),
     ],
 )

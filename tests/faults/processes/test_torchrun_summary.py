@@ -9,7 +9,7 @@ from tests.faults.processes.launching import Launch
 pytestmark = pytest.mark.thorough
 
 
-@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("recorded", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_root_cause_is_the_rank_that_failed(launch: Callable[..., Launch], recorded: bool) -> None:
     fault = "rank=1,step=2,action=B,micro_batch=1,kind=raise"
     launched = launch(*(["--record"] if recorded else []), fault=fault)

@@ -93,7 +93,7 @@ def costs_of(draw, schedule):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
     workers=st.integers(1, 5),

@@ -112,8 +112,8 @@ def test_memory_strip_only_where_memory_is_known():
 
 @settings(deadline=None, max_examples=10)
 @given(
-    st.integers(1, 32),
-    st.integers(1, 20),
+    st.integers(1, 16),
+    st.integers(1, 12),
     st.sampled_from(["action", "worker"]),
     st.booleans(),
     st.text(max_size=20),
