@@ -7,6 +7,8 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
+from pipework.schedule.draw.units import memory_text
+
 # The limit of a container, what it has in use, and where it says how much of that is a cache of files.
 _CGROUPS: Final = (
     ("memory.max", "memory.current", "memory.stat"),
@@ -45,14 +47,14 @@ def refuse_too_little_host_memory(wanted: float) -> None:
     Example:
         >>> refuse_too_little_host_memory(1e18)
         Traceback (most recent call last):
-        MemoryError: activations need 1000000000.0 GB of host memory, and ... GB are free: ...
+        MemoryError: activations need 931322575 GiB of host memory, and ... are free: ...
     """
     free = free_host_memory()
     if wanted > free:
+        sizes = memory_text(wanted, "bytes"), memory_text(free, "bytes")
         raise MemoryError(
-            f"activations need {wanted / 1e9:.1f} GB of host memory, and {free / 1e9:.1f} GB are free: let more "
-            "micro-batches stay on the devices, as offload=2 does, recompute them (checkpoint='always'), or make "
-            "micro-batches smaller (more chunks)"
+            f"activations need {sizes[0]} of host memory, and {sizes[1]} are free: let more micro-batches stay on the "
+            "devices (offload=2 or more), recompute them (checkpoint='always'), or make them smaller (more chunks)"
         )
 
 

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from pipework.runtime.free_memory import refuse_too_little_host_memory
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -66,12 +68,23 @@ class HostMemory:
         """The bytes of all free buffers; while no micro-batch is away, of all."""
         return sum(size * len(free) for size, free in self._free.items())
 
-    def store(self, memories: Sequence[torch.UntypedStorage]) -> Stored:
-        """O: starts the copies of device memories to the host. The memories stay until `release`."""
+    def store(self, memories: Sequence[torch.UntypedStorage], at_once: int = 1) -> Stored:
+        """O: starts the copies of device memories to the host. The memories stay until `release`.
+
+        Args:
+            memories: of one micro-batch.
+            at_once: how many micro-batches will be on the host at the same time.
+
+        Raises:
+            MemoryError: it is the first O, and the host has no memory for as many like this one.
+        """
         self.release()
         sources = tuple(map(self._bytes_of, memories))
-        stored = Stored(self, [each.nbytes for each in sources])
-        self._leaving, self.leaving = sources, sum(each.nbytes for each in sources)
+        sizes = [each.nbytes for each in sources]
+        if not self._free:
+            refuse_too_little_host_memory(at_once * sum(buffer_sizes(sizes)))
+        stored = Stored(self, sizes)
+        self._leaving, self.leaving = sources, sum(sizes)
         if self._compute is not None and self.out is not None:
             self.out.wait_event(self._compute.record_event())  # 1
         with self.out or contextlib.nullcontext():

@@ -13,7 +13,8 @@ from pipework.schedule import (
     with_gradient_reduction,
     with_skips,
 )
-from pipework.schedule.edges import recomputed
+from pipework.schedule.edges import offloaded, recomputed
+from pipework.schedule.host_peaks import host_peaks
 from pipework.schedule.passes.sharding import sharded_order
 
 if TYPE_CHECKING:
@@ -102,7 +103,13 @@ class Program:
     @cached_property
     def offloaded(self) -> tuple[frozenset[int], ...]:
         """For each stage, the micro-batches that are in host memory for a while."""
-        return self._by_stage({action[1:3] for order in self.schedule.orders for action in order if action[0] == "O"})
+        return self._by_stage(offloaded(self.schedule))
+
+    @cached_property
+    def away_at_once(self) -> list[int]:
+        """For each worker, how many micro-batches of its stages are in host memory at the same time, at most."""
+        each = [[1]] * self.schedule.stages
+        return host_peaks(self.schedule, each, each)
 
     def _by_stage(self, pairs: Set[tuple[int, int]]) -> tuple[frozenset[int], ...]:
         return tuple(

@@ -165,6 +165,7 @@ class Offload:
         stage: the stage.
         kept: has the inputs of micro-batches that are recomputed.
         graphs: the micro-batches whose graphs are moved; of others the inputs are.
+        at_once: how many micro-batches the worker has in host memory at the same time, at most.
 
     Attributes:
         graphs: as above.
@@ -172,8 +173,8 @@ class Offload:
         ways: by kind of action, the stream that copies; None: there are no streams.
     """
 
-    def __init__(self, stage: Stage, kept: Kept, graphs: Set[int]) -> None:
-        self._stage, self._kept, self.graphs = stage, kept, graphs
+    def __init__(self, stage: Stage, kept: Kept, graphs: Set[int], at_once: int) -> None:
+        self._stage, self._kept, self.graphs, self._at_once = stage, kept, graphs, at_once
         self._host = stage.device.host_memory
         self._saved: dict[int, SavedTensors] = {}
         self._away: dict[int, tuple[Stored, list[Memory], list[tuple[Tensor, MemoryView, Memory]]]] = {}
@@ -199,7 +200,7 @@ class Offload:
             _emptied(leaf)
         moving = saved.moving()
         _fill([each for each in inputs if each[2] not in moving])
-        stored = self._host.store([each.storage for each in moving if each.storage is not None])
+        stored = self._host.store([each.storage for each in moving if each.storage is not None], self._at_once)
         self.moved[micro_batch] = sum(stored.sizes)
         for memory in moving:
             memory.storage = None

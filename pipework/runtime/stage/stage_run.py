@@ -105,7 +105,8 @@ class StageRun:
         self.capture: StepCapture | None = None
         self.kept = Kept(stage.shares_output, loss is not None)
         offloaded = program.offloaded[stage.index] if self.trains else frozenset[int]()
-        self.offload = Offload(stage, self.kept, offloaded - self.checkpointed) if offloaded else None
+        at_once = program.away_at_once[program.schedule.placement[stage.index]] if offloaded else 0
+        self.offload = Offload(stage, self.kept, offloaded - self.checkpointed, at_once) if offloaded else None
         own_leaves = spec.own_leaves if is_first else frozenset[int]()
         batch = spec.versions if is_first and spec.loss is None else None
         self.in_place = InPlaceChanges(stage, own_leaves, batch, self.checkpointed, self.aliases)
