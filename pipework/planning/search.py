@@ -307,9 +307,9 @@ class Search:
         free = replace(self._problem(candidate), limits=[inf] * len(candidate.order))
         if plain.fits and plain.balance == best_cut(free):  # no limit binds
             return
-        moving = self._recomputing(self._cut(replace(candidate, keep=1)))
+        moving = self._recomputing(self._cut(replace(candidate, keep=0)))
         if moving.fits and moving.seconds > plain.seconds:  # copies take time: as many micro-batches stay as fit
-            fitting, all_stay = 1, ceil(max(self._peaks(candidate)))
+            fitting, all_stay = 0, ceil(max(self._peaks(candidate)))
             while all_stay - fitting > 1:
                 keep = (fitting + all_stay) // 2
                 other = self._cut(replace(moving, keep=keep))
