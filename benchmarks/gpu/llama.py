@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,60 +33,106 @@ def llama_graphs(card: Card) -> Case | None:
     return _case(card, captured=True)
 
 
-def _case(card: Card, *, captured: bool) -> Case | None:
-    try:
-        from transformers import LlamaConfig
-    except ImportError:
-        print("llama is left out, because transformers is not installed: pip install transformers\n")
-        return None
+@dataclass(frozen=True)
+class Llama:
+    """The model and its mini-batch.
 
-    if card.is_gpu:
-        sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
-        tokens, vocabulary, groups = 2048, 128_256, 8
-    else:
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-        tokens, vocabulary, groups = 8, 64, 1
-    config = LlamaConfig(
-        vocab_size=vocabulary, num_key_value_heads=groups, tie_word_embeddings=True, use_cache=False,
-        max_position_embeddings=tokens, **sizes,
-    )  # fmt: skip
-    on = parts.split(2) if card.is_gpu else []
-    draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(vocabulary, (ROWS, tokens), generator=draw).to(card.device)
-    short = ids[:, : min(SHORT, tokens // 2)].contiguous()
+    Attributes:
+        card: where it runs; on the CPU it is tiny.
+        config: of transformers.
+        ids: a mini-batch, whose rows are micro-batches.
+    """
 
-    def alone(part: parts.Part | None) -> Way:
-        model = _model(config, card)
-        sms, stream = (card.sms, None) if part is None else (part.sms, part.stream)
-        return plain(_Ids(model), lambda output, labels: output, ROWS, sms, stream)
+    card: Card
+    config: Any
+    ids: Tensor
 
-    def attached(stages: int, on: list[parts.Part]) -> Way:
-        model = _model(config, card)
+    @classmethod
+    def of(cls, card: Card, rows: int, tokens: int = 2048, blocks: int = 2) -> Llama | None:
+        """With rows of so many tokens, and on the CPU with so many blocks.
+
+        None, and a line of text, without transformers.
+        """
+        try:
+            from transformers import LlamaConfig
+        except ImportError:
+            print("llama is left out, because transformers is not installed: pip install transformers\n")
+            return None
+
+        if card.is_gpu:
+            sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+            vocabulary, groups = 128_256, 8
+        else:
+            sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": blocks, "num_attention_heads": 2}
+            tokens, vocabulary, groups = 8, 64, 1
+        config = LlamaConfig(
+            vocab_size=vocabulary, num_key_value_heads=groups, tie_word_embeddings=True, use_cache=False,
+            max_position_embeddings=tokens, **sizes,
+        )  # fmt: skip
+        draw = torch.Generator().manual_seed(1)
+        return cls(card, config, torch.randint(vocabulary, (rows, tokens), generator=draw).to(card.device))
+
+    def alone(self, part: parts.Part | None) -> Way:
+        """The plain model, on a part of the card or on all of it."""
+        sms, stream = (self.card.sms, None) if part is None else (part.sms, part.stream)
+        return plain(_Ids(self._model()), lambda output, labels: output, len(self.ids), sms, stream)
+
+    def attached(self, workers: int, on: Sequence[parts.Part] = (), **options: Any) -> Way:
+        """With a pipe, whose workers have parts of the card if there are some; `options` are those of `attach`."""
+        model, ids = self._model(), self.ids
         sample = {"input_ids": ids[:2], "labels": ids[:2]}
-        how = captured and (True if card.is_gpu else "auto")  # the CPU has no graphs
-        pipe = pipework.attach(
-            model, sample, chunks=ROWS, checkpoint="never", devices=[card.device] * stages, graphs=how
-        )
+        settings = {"chunks": len(ids), "checkpoint": "never", "devices": [self.card.device] * workers, **options}
+        pipe = pipework.attach(model, sample, **settings)
         if on:
             parts.compute_on(pipe, on)
-        sms = sum(part.sms for part in on) or card.sms
+        sms = sum(part.sms for part in on) or self.card.sms
         return Way(model, lambda x, y: model(input_ids=x, labels=y).loss.backward(), sms, ours=True, pipe=pipe)
 
+    def case(self, ways: Mapping[str, Callable[[], Way | None]]) -> Case:
+        """The ways to train it."""
+        ids, config = self.ids, self.config
+        tokens = ids.shape[1]
+        short = ids[:, : min(SHORT, tokens // 2)].contiguous()
+        with torch.device("meta"):
+            weights = sum(parameter.numel() for parameter in self.built().parameters())
+        flops = training_flops(weights, config.num_hidden_layers, config.hidden_size, tokens) * ids.numel()
+        return Case((ids, ids), (short, short), ids.numel(), flops, ways)
+
+    def built(self) -> Any:
+        """The model, with random values."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_config(self.config, dtype=self.card.dtype, attn_implementation="sdpa")
+
+    def _model(self) -> Any:
+        """The same values each time."""
+        torch.manual_seed(0)
+        with self.card.device:
+            return self.built().train()
+
+
+def _case(card: Card, *, captured: bool) -> Case | None:
+    model = Llama.of(card, ROWS)
+    if model is None:
+        return None
+    on = parts.split(2) if card.is_gpu else []
+    options = {"graphs": True if card.is_gpu else "auto"} if captured else {}  # the CPU has no graphs
     suffix = f", {GRAPHS}" if captured else ""
     made: dict[str, Callable[[], Way | None]] = {
-        "plain": lambda: alone(None),
-        f"one stage{suffix}": lambda: attached(1, []),
+        "plain": lambda: model.alone(None),
+        f"one stage{suffix}": lambda: model.attached(1, **options),
     }
     if captured and card.is_gpu:
-        made["plain as a graph"] = lambda: as_graph(alone(None), card, (ids, ids), torch.cuda.Stream(card.device))
+        stream = torch.cuda.Stream(card.device)
+        made["plain as a graph"] = lambda: as_graph(model.alone(None), card, (model.ids, model.ids), stream)
     if on:
-        made |= {"plain on a half": lambda: alone(on[0]), f"two halves{suffix}": lambda: attached(2, on)}
+        made |= {
+            "plain on a half": lambda: model.alone(on[0]),
+            f"two halves{suffix}": lambda: model.attached(2, on, **options),
+        }
     else:
-        made[f"two stages{suffix}"] = lambda: attached(2, [])
-    with torch.device("meta"):
-        weights = sum(parameter.numel() for parameter in _built(config, card.dtype).parameters())
-    flops = training_flops(weights, config.num_hidden_layers, config.hidden_size, tokens) * ids.numel()
-    return Case((ids, ids), (short, short), ids.numel(), flops, made)
+        made[f"two stages{suffix}"] = lambda: model.attached(2, **options)
+    return model.case(made)
 
 
 class _Ids(nn.Module):
@@ -98,16 +145,3 @@ class _Ids(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         loss: Tensor = self.model(input_ids=ids, labels=ids).loss
         return loss
-
-
-def _built(config: Any, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-
-
-def _model(config: Any, card: Card) -> Any:
-    """The same values each time."""
-    torch.manual_seed(0)
-    with card.device:
-        return _built(config, card.dtype).train()

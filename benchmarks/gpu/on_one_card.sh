@@ -15,11 +15,12 @@ check() { # NAME SECONDS COMMAND...
   grep -E '^(FAILED|ERROR|E  |REACHED|MISSED|\|)|passed|failed|[Ee]rror:' "$OUT/$name.log" | cut -c1-180 | tail -n 24
 }
 
-check captured-steps 90 "${tests[@]}" -n 4 tests/gpu/test_graphs.py
-check graphs-small 60 "${speed[@]}" graphs-small
-check two-ranks 80 "${tests[@]}" tests/gpu/test_nccl.py
-check llama-graphs 80 "${speed[@]}" llama-graphs
-check graphs 70 "${speed[@]}" graphs
-check check-device 50 "$python" -m pipework check-device --seconds 10
+check captured-steps 80 "${tests[@]}" -n 4 tests/gpu/test_graphs.py
+check graphs-small 50 "${speed[@]}" graphs-small
+check two-ranks 70 "${tests[@]}" tests/gpu/test_nccl.py
+check llama-graphs 70 "${speed[@]}" llama-graphs
+check graphs 60 "${speed[@]}" graphs
+check offload 70 "$python" -m benchmarks.offload.run --quick --device cuda:0
+check check-device 45 "$python" -m pipework check-device --seconds 10
 mapfile -t marked < <("$python" -c 'from tests.gpu.run import marked; print(*marked(), sep="\n")')
-check marked-gpu 160 "${tests[@]}" -n 8 "${marked[@]}"
+check marked-gpu 145 "${tests[@]}" -n 8 "${marked[@]}"

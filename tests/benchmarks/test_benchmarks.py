@@ -50,6 +50,7 @@ TINY = {
     "planning_scale": ["--sizes", "2x4", "--seconds", "0.2"],
     "planned_step": ["--quick", "--rounds", "1", "--only", "GRU"],
     "sharding": ["--rounds", "1", "--width", "8", "--large", "16", "--only", "fsdp, 1f1b"],
+    "offload": ["--quick", "--models", "tiny", "--tokens", "8", "--stages", "2", "--rows", "4", "--iterations", "5"],
     "grain": ["--seconds", "0.01", "--milliseconds", "0.1", "1", "--micro-batches", "2"],
 }
 # They run on the simulated accelerator, which needs a compiler.
