@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipework.planning.profiles import Profile
 from pipework.planning.search import plan_profile
-from pipework.schedule import KINDS, Costs, Schedule, Timeline, build, simulate, svg, with_recompute
+from pipework.schedule import KINDS, Costs, Schedule, Timeline, build, simulate, svg, with_offload, with_recompute
 from pipework.schedule.draw.palette import INK, LINE, PAPER, QUIET, WORKER
 
 HERE = Path(__file__).parent
@@ -371,6 +371,15 @@ def planning() -> None:
     (HERE / "planning.svg").write_text(picture, encoding="utf-8")
 
 
+def offload() -> None:
+    """A step of 1F1B, and below it the same with activations that wait in the memory of the host."""
+    schedule = build("1f1b", workers=4, chunks=8)
+    costs = Costs(forward=1, backward=2, offload=1, reload=1, offloaded=0.05)
+    lines = [simulate(each, costs).timeline for each in (schedule, with_offload(schedule, costs))]
+    named = replace(lines[1], title=f"{lines[1].title}, offload=1")
+    (HERE / "offload.svg").write_text(svg([lines[0], named], colors="action"), encoding="utf-8")
+
+
 if __name__ == "__main__":
     graph_cut()
     skip()
@@ -380,3 +389,4 @@ if __name__ == "__main__":
     first_example()
     memory()
     planning()
+    offload()

@@ -24,7 +24,7 @@ def test_the_reference_has_every_public_name(name: str) -> None:
     assert re.search(rf"^\.\. auto\w+:: pipework\.{re.escape(name)}$", reference, re.MULTILINE)
 
 
-DRAWN = ["graph_cut", "skip", "checkpoint", "split", "schedules", "first_example", "memory", "planning"]
+DRAWN = ["graph_cut", "skip", "checkpoint", "split", "schedules", "first_example", "memory", "planning", "offload"]
 
 
 @pytest.mark.parametrize("draw", DRAWN)
