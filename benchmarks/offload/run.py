@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> None:
                     simulated.report(title, steps)
                     print("the planner finds nothing that fits\n" if plan is None else "")
                     results[title] = [asdict(step) for step in steps]
-            peaks = {each: measured.measure(each, arguments.width, 2 * arguments.width, 8) for each in measured.SETTINGS}
+            width = arguments.width
+            peaks = {each: measured.measure(each, width, 2 * width, 8) for each in measured.SETTINGS}
             verdicts = measured.report(peaks)
             results["measured"] = {str(each): asdict(found) for each, found in peaks.items()}
     harness.conclude(name, arguments, machine, verdicts, results)
