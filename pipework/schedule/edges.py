@@ -97,8 +97,8 @@ def offloaded(schedule: Schedule) -> frozenset[tuple[int, int]]:
 
     Example:
         >>> from pipework.schedule import build, with_offload
-        >>> sorted(offloaded(with_offload(build("1f1b", workers=2, chunks=2))))
-        [(0, 0)]
+        >>> sorted(offloaded(with_offload(build("1f1b", workers=3, chunks=3))))
+        [(0, 0), (0, 1)]
     """
     leaving = schedule.kinds.intersection(schedule.table.letters(scope="copy", phase="forward"))
     return frozenset([action[1:3] for order in schedule.orders if leaving for action in order if action[0] in leaving])

@@ -23,9 +23,9 @@ def host_peaks(schedule: Schedule, graphs: Sequence[Sequence[int]], inputs: Sequ
 
     Example:
         >>> from pipework.schedule import build, with_offload
-        >>> schedule = with_offload(build("1f1b", workers=2, chunks=4))
-        >>> host_peaks(schedule, [[64, 8]] * 2, [[8]] * 2)
-        [72, 0]
+        >>> schedule = with_offload(build("1f1b", workers=3, chunks=3))
+        >>> host_peaks(schedule, [[64, 8]] * 3, [[8]] * 3)
+        [144, 0, 0]
     """
     table, again = schedule.table, recomputed(schedule)
     leaving = table.letters(scope="copy", phase="forward")
