@@ -65,7 +65,7 @@ class Doubts:
         if (text := settings.padding_warning(batch.targets, batch.weighing)) is not None:
             batch.warnings.append(text)
             self._checks_loss = False  # the loss is told by the same text
-        elif batch.shows_rows and may_be_other(settings.loss_fn):
+        elif batch.shows_rows and may_be_other(settings.loss_fn, settings.loss_weight):
             number, self._of_targets = self._of_targets, self._of_targets + 1
             if number < FIRST if graphs else is_checked(number):
                 pair = self._pairs.choose(batch.targets)

@@ -23,7 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import output_capturing
 
 from pipework import torch_private
-from pipework.integrations.splits import ImagesOfRows, PackedSequences, split_for
+from pipework.integrations.splits import FAMILIES, ImagesOfRows, PackedSequences, split_for
 from pipework.model.marks import MicroBatches, has_micro_batches
 from pipework.model.parts.adapter import Adapter, SideOutputs
 from pipework.model.parts.leaves import flatten, held_by, unflatten
@@ -32,7 +32,7 @@ from pipework.model.parts.side_effects import put_back
 from pipework.signatures import signature_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 _HAS_HOOKS = "_output_capturing_hooks_installed"
 _ITEMS = "num_items_in_batch"
@@ -62,6 +62,7 @@ class TransformersAdapter(Adapter):
         self._hides_labels = False
         self._weight: Callable[[Any], Any] = len
         self._split: ImagesOfRows | PackedSequences | None = None
+        self._unseen: Collection[str] = ()
 
     def blocks(self, model: nn.Module) -> set[str] | None:
         """The classes that transformers does not split; None: those of this model are not named."""
@@ -110,6 +111,8 @@ class TransformersAdapter(Adapter):
 
     def split(self, sample: dict[str, Any], target: str) -> ImagesOfRows | PackedSequences | None:
         """By the images of each row, or between sequences that are packed into one row."""
+        media = {each.values for each in FAMILIES.get(self._model.config.model_type, ())}
+        self._unseen = media if media.isdisjoint(name for name, value in sample.items() if value is not None) else ()
         self._split = split_for(self._model.config, sample, target)
         return self._split
 
@@ -144,6 +147,11 @@ class TransformersAdapter(Adapter):
         Trainers give this number, for all mini-batches of a step of the optimizer. The pipe takes the weighted mean of
         its micro-batches' losses, so that each micro-batch must divide by its share of the number.
         """
+        if (name := next((name for name in self._unseen if keywords.get(name) is not None), None)) is not None:
+            raise ValueError(
+                f"{type(self._model).__name__} got a batch with {name!r}, and the sample of attach was text alone: the "
+                "sample needs images, as it shows which modules run, and how images go with their rows"
+            )
         if keywords.get(_FORM) is False:
             keywords = {name: value for name, value in keywords.items() if name != _FORM}
         items, target = keywords.get(_ITEMS), keywords.get(self._target or "")

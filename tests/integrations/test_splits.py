@@ -180,6 +180,16 @@ def test_images_go_with_their_rows(name: str) -> None:
     assert pipe.verify(**batch)
 
 
+def test_images_need_images_in_the_sample() -> None:
+    family = CASES["gemma3"]
+    model, batch = model_of(family), batch_of(family, [0, 2, 6, 7])
+    attach(model, {name: batch[name] for name in ("input_ids", "labels")}, chunks=2, devices=["cpu", "cpu"])
+    with pytest.raises(
+        ValueError, match=r"batch with 'pixel_values', and the sample .* alone: the sample needs images"
+    ):
+        model(**batch)
+
+
 @pytest.mark.thorough
 def test_a_trainer_needs_no_other_collator(tmp_path: Path) -> None:
     def trained(*, piped: bool) -> list[float]:

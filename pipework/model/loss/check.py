@@ -73,7 +73,8 @@ class Pairs:
     """
 
     def __init__(self) -> None:
-        self._known: list[float] = []  # by value, how much the shares of it differed in a pair so far
+        self._known: dict[tuple[int, float], float] = {}  # by column and value, how its shares differed in pairs so far
+        self._is_first = True
 
     def choose(self, targets: Sequence[Message]) -> tuple[int, int] | None:
         """The pair that differs most beyond those so far; None: none does.
@@ -81,31 +82,37 @@ class Pairs:
         Args:
             targets: of two or more micro-batches, cut along rows. On an accelerator the host waits for them.
         """
-        columns = list(zip(*(tensors for tensors, _ in targets), strict=True))
-        shares = [each for column in columns for each in _shares(column)]
-        is_first, self._known = not self._known, self._known or [0.0] * (len(shares) + 1)
-        gains = [max(each) - min(each) - known for each, known in zip(shares, self._known, strict=False)]
-        if max(gains, default=0.0) <= 0.0:
+        columns = enumerate(zip(*(tensors for tensors, _ in targets), strict=True))
+        shares = {(number, value): each for number, column in columns for value, each in _shares(column).items()}
+        gains = {key: max(each) - min(each) - self._known.get(key, 0.0) for key, each in shares.items()}
+        is_first, self._is_first = self._is_first, False
+        most = max(gains, key=gains.__getitem__, default=None)
+        if most is None or gains[most] <= 0.0:
             return (0, 1) if is_first else None
-        most = shares[gains.index(max(gains))]
-        one, other = sorted((most.index(max(most)), most.index(min(most))))
-        pairs = zip(shares, self._known, strict=False)
-        self._known = [max(known, abs(each[one] - each[other])) for each, known in pairs]
-        return one, other
+        least, greatest = (shares[most].index(choice(shares[most])) for choice in (min, max))
+        for key, each in shares.items():
+            self._known[key] = max(self._known.get(key, 0.0), abs(each[least] - each[greatest]))
+        return min(least, greatest), max(least, greatest)
 
 
-def _shares(column: Sequence[Tensor]) -> list[list[float]]:
-    """Of four values, how large a part of each micro-batch's target they are."""
+def _shares(column: Sequence[Tensor]) -> dict[float, list[float]]:
+    """By value that a loss may leave out, how large a part of each micro-batch's target it is."""
     plain = all(type(each) is Tensor and each.layout is torch.strided and each.numel() for each in column)
     if not plain or column[0].is_complex() or column[0].nbytes > MOST_BYTES:
-        return [[0.0] * len(column)] * 4
-    # Without NaN, and without bytes, which would wrap around.
-    flat = [t.flatten().float().nan_to_num(-math.inf) if t.is_floating_point() else t.flatten().long() for t in column]
+        return {}
+    is_float = column[0].is_floating_point()
+    # NaN is less than all, and bytes would wrap around.
+    flat = [each.flatten().float().nan_to_num(-math.inf) if is_float else each.flatten().long() for each in column]
     some = torch.cat([each[:: 1 + len(each) // _SOME] for each in flat]).cpu()
     least, greatest = (torch.stack([getattr(each, name)() for each in flat]) for name in ("min", "max"))
     values = torch.stack([least.min(), greatest.max(), torch.zeros_like(least[0]), some.mode().values.to(least)])
-    found: list[list[float]] = torch.stack([(each == values[:, None]).float().mean(1) for each in flat], 1).tolist()
-    return found
+    counts = torch.stack([(each == values[:, None]).sum(1) for each in flat], 1)
+    if is_float:  # of any number that is not repeated it is by chance
+        counts *= (counts > 1) | values[:, None].isinf() | (values[:, None] == 0)
+    return {
+        value: [count / len(each) for count, each in zip(own, flat, strict=True)]
+        for value, own in zip(values.tolist(), counts.tolist(), strict=True)
+    }
 
 
 def _warning(

@@ -59,17 +59,21 @@ def unwrapped(function: Any) -> tuple[Any, dict[str, Any], bool]:
         function = inside
 
 
-def may_be_other(function: Any) -> bool:
-    """Whether a loss function may be no mean or sum over rows: it is none of PyTorch's, which say what they are.
+def may_be_other(function: Any, weight: Any = None) -> bool:
+    """Whether a loss may be another mean or sum than the pipe takes it for.
+
+    It is not, if it is a function of PyTorch's, which say what they are, and has no weight of the user's.
 
     Example:
         >>> may_be_other(nn.MSELoss()), may_be_other(nn.functional.l1_loss), may_be_other(lambda output, target: output)
         (False, False, True)
     """
     function, _, _ = unwrapped(function)
+    if function is None or weight is not None:
+        return function is not None
     if isinstance(function, nn.Module):
         return type(function).__module__ != nn.modules.loss.__name__
-    return function is not None and getattr(function, "__module__", "") != functional.__name__
+    return bool(getattr(function, "__module__", "") != functional.__name__)
 
 
 def function_identity(function: Any) -> list[Any] | None:

@@ -220,6 +220,11 @@ def by_rows(output: Tensor, target: Tensor) -> Tensor:
         (masked, {"loss_weight": len}, "is no weighted mean: .* over something else, give loss_weight="),
         (total, {"loss_weight": lambda target: target.ne(0).sum()}, "seems to be a sum"),
         (by_rows, {"loss_weight": counted}, "is no weighted mean: .*a mean over rows, leave .* loss_weight= out"),
+        (
+            functional.cross_entropy,
+            {"loss_weight": len},
+            "is no weighted mean: .* over something else, give loss_weight=",
+        ),
         (by_rows, {"loss_reduction": "sum"}, "is no sum: .* a mean over rows, leave loss_reduction="),
         (sum_of_counted, {"loss_weight": counted, "loss_scale": 0.25}, "is no weighted mean: .* seems to be a sum"),
     ],
