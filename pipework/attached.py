@@ -17,7 +17,7 @@ from pipework.integrations import adapter_for
 from pipework.model import mini_batch
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.marks import MicroBatches, has_micro_batches
-from pipework.model.parts.check import Weighed, check_parts, check_rows
+from pipework.model.parts.check import Weighed, check_parts, check_rows, left_out
 from pipework.model.parts.cut import Cuttable, refuse_own_forward
 from pipework.model.parts.following import Following, own_parameters, take_over
 from pipework.model.parts.forward_arguments import OF_PIPE, ForwardArguments
@@ -241,7 +241,9 @@ def attach(
             layout.outputs = output_dims(cuttable, layout)
         if check and mesh is None:
             check_parts(cuttable, layers, before)
-            _check_rows(cuttable, sample, settings, forward, place, layout)
+            ignored = _check_rows(cuttable, sample, settings, forward, place, layout)
+            if place is not None and ignored is not None:
+                settings = replace(settings, loss_fn=replace(place, ignore_index=ignored))
         # 4. A pipe of the parts is made, and the model's forward runs in it.
         pipe = Pipe(layers, **vars(settings) | {"balance": [1] * len(layers), "plan": None})
         pipe._executor.settings = replace(pipe._executor.settings, plan=plan)  # the plan is of units
@@ -319,8 +321,12 @@ def _check_rows(
     forward: ForwardArguments,
     place: LossPlace | None,
     layout: Layout,
-) -> None:
-    """Compares loss and outputs of a few rows, or of what `split=` makes of the sample, with those of the pipe."""
+) -> int | None:
+    """Compares loss and outputs of a few rows, or of what `split=` makes of the sample, with those of the pipe.
+
+    Returns:
+        The target that the model's own loss leaves out, if the pipe does not know it; None: none was found.
+    """
     kind, rows = "row", []
     if settings.split is None:
         rows = single_rows(sample)
@@ -338,6 +344,7 @@ def _check_rows(
 
         weighed = Weighed(str(forward.target), place.read, *weighs, argument_of, forward.with_argument)
     check_rows(cuttable, rows, kind, weighed, layout.outputs)
+    return None if weighed is None or kind != "row" else left_out(cuttable, rows, weighed)
 
 
 def _leave_to_others(model: nn.Module, pipe: Pipe, layers: nn.Sequential, cuttable: Cuttable) -> None:

@@ -62,14 +62,15 @@ class Doubts:
         """
         if not self.warns or not self._checks_loss or batch.targets is None:
             return None
-        if (text := settings.padding_warning(batch.targets, batch.weighing)) is not None:
+        number, self._of_targets = self._of_targets, self._of_targets + 1
+        if (text := settings.padding_warning(batch.targets, batch.weighing, waits=number < FIRST)) is not None:
             batch.warnings.append(text)
             self._checks_loss = False  # the loss is told by the same text
-        elif batch.shows_rows and may_be_other(settings.loss_fn, settings.loss_weight):
-            number, self._of_targets = self._of_targets, self._of_targets + 1
-            if number < FIRST if graphs else is_checked(number):
-                pair = self._pairs.choose(batch.targets)
-                return None if pair is None else dict.fromkeys(pair)
+            return None
+        is_looked_at = number < FIRST if graphs else is_checked(number)
+        if is_looked_at and batch.shows_rows and may_be_other(settings.loss_fn, settings.loss_weight):
+            pair = self._pairs.choose(batch.targets)
+            return None if pair is None else dict.fromkeys(pair)
         return None
 
     def of_one_row(self, batch: MiniBatch, chunks: int) -> None:

@@ -594,6 +594,30 @@ def test_padding_that_a_models_own_loss_leaves_out() -> None:
     torch.testing.assert_close(model(x, labels), Padded.forward(model, x, labels))
 
 
+class Tokens(Named):
+    """Its loss leaves out a class, which it knows as a number."""
+
+    def __init__(self, ignored: int) -> None:
+        super().__init__()
+        self.ignored = ignored
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(x.transpose(1, 2), labels, ignore_index=self.ignored)
+
+
+@pytest.mark.parametrize("ignored", [-1, 0])
+def test_padding_is_told_by_what_the_models_own_loss_leaves_out(ignored: int) -> None:
+    model, x = Tokens(ignored), torch.randn(8, 4, WIDTH)
+    labels = 1 + torch.arange(32).reshape(8, 4) % (WIDTH - 1)
+    attach(model, {"x": x[:2], "labels": labels[:2]}, chunks=4, devices=["cpu"] * 2)
+    model(x, labels)
+    labels[3:5, 1:] = ignored
+    with pytest.warns(PipeWarning, match=rf"targets have the value {ignored}, .* target: \(target != {ignored}\)"):
+        model(x, labels)
+
+
 class Summed(Named):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         for block in self.blocks:

@@ -210,13 +210,13 @@ class TransformersAdapter(Adapter):
                     f"the loss of this {kind} is a sum over the rows of a mini-batch, and that of a pipe is the mean "
                     "of its micro-batches' losses: set model.config.ctc_loss_reduction = 'mean', or give loss_weight="
                 )
-            return None  # each row's loss is divided by its own number of labels
+            return len  # each row's loss is divided by its own number of labels
         if not isinstance(target, Tensor) or target.is_floating_point() or target.dtype is torch.bool:
             return None
         self._hides_labels = hides_labels(target, ask)
         if self._hides_labels:  # the mask of the sample would hide some of the labels in question
             ask = functools.partial(ask, attention_mask=torch.ones_like(target))
-        return weight_of_labels(kind, target, getattr(result, "logits", None), ask, config)
+        return weight_of_labels(kind, target, getattr(result, "logits", None), ask, config) or len
 
     def comparable(self, keywords: dict[str, Any]) -> dict[str, Any]:
         """Without the losses of routers, for the balance within a micro-batch, and the number of items of a step."""

@@ -349,6 +349,12 @@ def test_a_loss_that_is_a_sum_over_rows_is_refused() -> None:
     batch = {"input_values": torch.randn(4, 4000), "labels": torch.randint(1, 20, (4, 3))}
     with pytest.raises(ValueError, match=r"is a sum over the rows.*ctc_loss_reduction = 'mean'"):
         attach(model, batch, devices=["cpu"])
+    model.config.ctc_loss_reduction = "mean"  # over rows, whatever padding they have
+    attach(model, batch, chunks=2, devices=["cpu"])
+    batch["labels"][3, 1:] = -100
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).loss, type(model).forward(model, **batch).loss)
+    del model.forward
     model.config.layerdrop = 0.1
     with pytest.raises(ValueError, match="decides with random numbers which units it calls"):
         attach(model, batch, devices=["cpu"])

@@ -62,15 +62,17 @@ def unwrapped(function: Any) -> tuple[Any, dict[str, Any], bool]:
 def may_be_other(function: Any, weight: Any = None) -> bool:
     """Whether a loss may be another mean or sum than the pipe takes it for.
 
-    It is not, if it is a function of PyTorch's, which say what they are, and has no weight of the user's.
+    It is not, if it is a function of PyTorch's, which say what they are, and has no weight of the user's; or if it is a
+    model's own, which was compared with the sample.
 
     Example:
         >>> may_be_other(nn.MSELoss()), may_be_other(nn.functional.l1_loss), may_be_other(lambda output, target: output)
         (False, False, True)
     """
     function, _, _ = unwrapped(function)
-    if function is None or weight is not None:
-        return function is not None
+    is_own = function is None or hasattr(function, "pipework_source")
+    if is_own or weight is not None:
+        return not is_own
     if isinstance(function, nn.Module):
         return type(function).__module__ != nn.modules.loss.__name__
     return bool(getattr(function, "__module__", "") != functional.__name__)
@@ -307,12 +309,13 @@ class LossSettings:
                 raise ValueError(f"loss_weight gave {amount} for micro-batch {number}: wanted a number of at least 0")
         return amounts
 
-    def padding_warning(self, targets: Sequence[Message], rows: Sequence[int]) -> str | None:
-        """A text if targets on the CPU are padded unequally and the mean does not leave the padding out.
+    def padding_warning(self, targets: Sequence[Message], rows: Sequence[int], *, waits: bool = False) -> str | None:
+        """A text if targets are padded unequally and the mean does not leave the padding out.
 
         Args:
             targets: of the micro-batches.
             rows: of the micro-batches.
+            waits: whether the host may wait for targets on an accelerator, which are left alone otherwise.
         """
         by_rows = self.loss_reduction == "mean" and self.loss_weight is None and CountedTargets.of(self.loss_fn) is None
         if not by_rows:
@@ -323,7 +326,8 @@ class LossSettings:
             what, give = f"{own} is not looked into", "Attach the pipe (after `del model.forward`) with"
         ignored = bound.get("ignore_index", getattr(function, "ignore_index", IGNORED))
         for column in zip(*(tensors for tensors, _ in targets), strict=False):
-            if all(type(each) is torch.Tensor and each.dtype is torch.int64 and each.is_cpu for each in column):
+            plain = all(type(each) is torch.Tensor and each.dtype is torch.int64 for each in column)
+            if plain and (waits or all(each.is_cpu for each in column)):
                 there = torch.cat([each.flatten() for each in column]) == ignored  # once: this is done in each step
                 parts = there.split([each.numel() for each in column]) if there.any() else ()
                 counts = [int(part.sum()) for part in parts] or [0] * len(column)

@@ -205,6 +205,34 @@ def check_rows(
         )
 
 
+def left_out(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed) -> int | None:
+    """The class that the model's own loss leaves out, where the pipe weighs rows; None: none of the usual ones.
+
+    It stands in the second half of the last row then. If it is left out, the loss is no mean over rows any more.
+
+    Args:
+        cuttable: of the model.
+        rows: the arguments for each row of the sample.
+        weighed: what the pipe does with the model's losses.
+    """
+    whole, *own = (weighed.argument_of(each, weighed.target) for each in (cuttable.sample, *rows))
+    classes = isinstance(whole, Tensor) and whole.dtype is torch.int64 and whole.dim() > 1
+    if not classes or not own or not runs_here(cuttable) or weighed.weight is not None or weighed.reduction == "sum":
+        return None
+    half = own[-1].shape[-1] // 2
+    for value in (-1, 0) if whole.is_cpu else (0,):  # an accelerator does not survive -1 where it is no class
+        last = torch.cat([own[-1][..., :half], torch.full_like(own[-1][..., half:], value)], -1)
+        changed = [torch.cat([*own[:-1], last]), *own[:-1], last]
+        every = zip((cuttable.sample, *rows), changed, strict=True)
+        with contextlib.suppress(Exception), evaluating(cuttable.model):
+            results = [_run(cuttable, weighed.with_argument(each, weighed.target, labels)) for each, labels in every]
+            loss, *losses = (float(weighed.loss_of(each)) for each in results)
+            combined = sum(weight * each for weight, each in zip(weighed.of(rows), losses, strict=True))
+            if math.isfinite(loss) and not _close(loss, combined, _precision(cuttable, results[0])):
+                return value
+    return None
+
+
 def _mixed(result: Any, results: Sequence[Any], dims: Mapping[str, int], precision: float) -> list[str]:
     """The names of the tensors of a result that are other ones than those of its rows, joined.
 

@@ -96,9 +96,11 @@ class LossPlace:
 
     Attributes:
         key: "loss" or 0; None: the result is the loss.
+        ignore_index: the target that it leaves out, if there is padding.
     """
 
     key: str | int | None
+    ignore_index: int = -100
     pipework_source: ClassVar[str] = "the model's own loss"  # what messages call it
 
     @classmethod
