@@ -69,7 +69,9 @@ class Doubts:
             return None
         is_looked_at = number < FIRST if graphs else is_checked(number)
         if is_looked_at and batch.shows_rows and may_be_other(settings.loss_fn, settings.loss_weight):
-            pair = self._pairs.choose(batch.targets)
+            inputs = batch.micro_batches or [((), None)] * len(batch.rows)  # those of another process are not there
+            pairs = zip(batch.targets, inputs, strict=True)
+            pair = self._pairs.choose([(*target[0], *own[0]) for target, own in pairs])
             return None if pair is None else dict.fromkeys(pair)
         return None
 

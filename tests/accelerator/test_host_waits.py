@@ -100,7 +100,7 @@ def test_no_wait_for_a_loss_outside_scales_norms_and_several_workers_on_a_device
     "options",
     [
         {"loss_fn": nn.CrossEntropyLoss(weight=torch.rand(4))},
-        {"loss_weight": lambda target: (target > 0).sum()},
+        {"loss_fn": nn.CrossEntropyLoss(ignore_index=0), "loss_weight": lambda target: (target > 0).sum()},
     ],
     ids=["weights of classes", "loss_weight"],
 )

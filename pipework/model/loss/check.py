@@ -60,14 +60,14 @@ def loss_warnings(settings: LossSettings, loss: InnerLoss, rows: Sequence[int]) 
 
 
 class Pairs:
-    """Chooses the two micro-batches, whose targets differ in what a loss may leave out.
+    """Chooses the two micro-batches, whose targets and inputs differ in what a loss may leave out.
 
     That is a value of many targets: the least (-100, -1, NaN), the greatest (255, the last token), 0, or the most
     frequent. A pair that shows nothing new is not worth a call.
 
     Example:
         >>> pairs = Pairs()
-        >>> targets = [((torch.tensor(each),), None) for each in ([1, 2, 3], [2, 3, 1], [0, 0, 2])]
+        >>> targets = [(torch.tensor(each),) for each in ([1, 2, 3], [2, 3, 1], [0, 0, 2])]
         >>> pairs.choose(targets), pairs.choose(targets)
         ((0, 2), None)
     """
@@ -76,13 +76,14 @@ class Pairs:
         self._known: dict[tuple[int, float], float] = {}  # by column and value, how its shares differed in pairs so far
         self._is_first = True
 
-    def choose(self, targets: Sequence[Message]) -> tuple[int, int] | None:
+    def choose(self, tensors: Sequence[Sequence[Tensor]]) -> tuple[int, int] | None:
         """The pair that differs most beyond those so far; None: none does.
 
         Args:
-            targets: of two or more micro-batches, cut along rows. On an accelerator the host waits for them.
+            tensors: the targets of two or more micro-batches, cut along rows, and inputs, whose padding the loss may
+                know from the output. On an accelerator the host waits for them.
         """
-        columns = enumerate(zip(*(tensors for tensors, _ in targets), strict=True))
+        columns = enumerate(zip(*tensors, strict=True))
         shares = {(number, value): each for number, column in columns for value, each in _shares(column).items()}
         gains = {key: max(each) - min(each) - self._known.get(key, 0.0) for key, each in shares.items()}
         is_first, self._is_first = self._is_first, False
@@ -95,6 +96,7 @@ class Pairs:
         return min(least, greatest), max(least, greatest)
 
 
+@torch.no_grad()
 def _shares(column: Sequence[Tensor]) -> dict[float, list[float]]:
     """By value that a loss may leave out, how large a part of each micro-batch's target it is."""
     plain = all(type(each) is Tensor and each.layout is torch.strided and each.numel() for each in column)
