@@ -158,6 +158,22 @@ def test_padding_in_any_micro_batch_and_later_mini_batches(name: str, batch: int
     counted(rows_of(16), target=y).backward()
 
 
+class Masked(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x[:, 0] != 0
+
+
+def test_padding_of_inputs_that_the_output_knows() -> None:
+    def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return (output[0] - target).square().mean(1)[output[1]].mean()
+
+    x, y = rows_of(16), torch.randn(16, 4)
+    x[9:12, 0] = 0
+    pipe = Pipe(nn.Sequential(Masked(4, 4)), 4, devices=["cpu"], loss_fn=loss_fn)
+    with pytest.warns(PipeWarning, match="is no mean over rows: for micro-batches .*2"):
+        pipe(x, target=y)
+
+
 def test_padding_and_a_weight() -> None:
     x, y = rows_of(16), torch.arange(16) % 4
     y[:3] = -1
