@@ -21,7 +21,7 @@ from pipework import torch_private
 from pipework.model.marks import MIXED
 from pipework.model.parts.leaves import flatten, mapped, tensors_in
 from pipework.model.parts.outputs import tensors_by_name
-from pipework.model.parts.side_effects import in_mode, put_back
+from pipework.model.parts.side_effects import in_mode, put_back, random_states_put_back
 from pipework.values import nested
 
 if TYPE_CHECKING:
@@ -83,8 +83,9 @@ def _through(layers: nn.Sequential, arguments: tuple[Any, ...], keywords: dict[s
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients or chance; afterwards attributes, buffers and random states are as before."""
     every = [each for module in modules for each in module.modules()]
+    device = next((each.device for module in modules for each in module.parameters()), torch.device("cpu"))
     kept = put_back(modules, values=True)
-    with kept, in_mode(every, training=False), torch.no_grad(), torch.random.fork_rng(devices=[]), _FixedDraws():
+    with kept, in_mode(every, training=False), torch.no_grad(), random_states_put_back(device), _FixedDraws():
         yield
 
 

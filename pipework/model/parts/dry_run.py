@@ -24,6 +24,7 @@ from pipework.model.parts.side_effects import (
     generators_put_back,
     other_tensors,
     put_back,
+    random_states_put_back,
 )
 from pipework.model.parts.trace import END, CannotCut, PartSpan, Source, Trace, call_name, input_name
 from pipework.signatures import positional_names as names_of_arguments
@@ -99,7 +100,7 @@ class DryRun(PartRun, torch_private.DispatchMode):  # type: ignore[misc]
         copies = dict(self._copy.named_modules())
         kept = KeptState(units, {name: copies[name] for name in self._skeleton.containers})
         arguments, keywords = self._message.inputs
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), runs.using(self):
+        with random_states_put_back(self._device), torch.enable_grad(), runs.using(self):
             with _Functions(self), self:
                 output = self._copy.forward(*arguments, **keywords)
             kept.refuse_changes(self._model, self._is_followed)

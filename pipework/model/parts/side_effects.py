@@ -48,6 +48,12 @@ def generators_put_back() -> Iterator[list[str]]:
             numpy.set_state(before)
 
 
+def random_states_put_back(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """A context that puts back the default generators of PyTorch on the CPU and on a device."""
+    has_own = device.type not in ("cpu", "meta")
+    return torch.random.fork_rng([device] if has_own else [], device_type=device.type if has_own else "cpu")
+
+
 @contextlib.contextmanager
 def in_mode(modules: Iterable[nn.Module], *, training: bool) -> Iterator[None]:
     """Inside, modules have this flag `training`; `train()` and `eval()` may do more, such as merge adapters."""

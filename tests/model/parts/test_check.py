@@ -209,10 +209,10 @@ class Denoiser(LossNet):
         self.blocks[1] = Drawing()
 
     def forward(self, x: Tensor, mask: Tensor | None = None, labels: Any = None) -> Any:
-        noise, time = torch.randn_like(x), torch.randint(1, 1000, (len(x), 1))
-        x = x + noise / time + torch.rand(len(x), 1)
+        noise, time = torch.randn_like(x), torch.randint(1, 1000, (len(x), 1), device=x.device)
+        x = x + noise / time + torch.rand(len(x), 1, device=x.device)
         for block in self.blocks:
-            x = block(x).tanh() + torch.randn(x.shape)
+            x = block(x).tanh() + torch.randn(x.shape, device=x.device)
         return {"loss": self.loss[0](x - noise, labels), "x": x}
 
 
@@ -232,3 +232,13 @@ def test_a_forward_that_draws_is_compared_without_chance() -> None:
     assert [each.difference for each in found] == [0, 0, 0]
     with pytest.raises(ValueError, match="the pipe would train with"):
         attached(Denoiser(root))
+
+
+@pytest.mark.gpu
+def test_on_an_accelerator_its_generator_is_put_back() -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    generator, model = torch.get_device_module(device), Denoiser(functional.mse_loss).to(device)
+    state = generator.get_rng_state()
+    attach(model, {"x": ROWS.to(device), "labels": OTHER.to(device)}, chunks=4, devices=[device])
+    assert torch.equal(generator.get_rng_state(), state)
