@@ -342,7 +342,7 @@ def _check_rows(
             names = forward.by_name(*given)
             return cuttable.adapter.counted(name, names) if name == forward.target else names.get(name)
 
-        weighed = Weighed(str(forward.target), place.read, *weighs, argument_of, forward.with_argument)
+        weighed = Weighed(str(forward.target), place.read, *weighs, argument_of, forward.with_arguments)
     check_rows(cuttable, rows, kind, weighed, layout.outputs)
     return None if weighed is None or kind != "row" else left_out(cuttable, rows, weighed)
 
@@ -441,7 +441,7 @@ class AttachedModel:
             raise TypeError(f"{type(self.model).__name__}.forward: {error}{self._hint}") from None
         if self.target in names:
             names[self.target] = self.adapter.counted(self.target, names)
-            arguments, keywords = self.forward.with_argument((arguments, keywords), self.target, names[self.target])
+            arguments, keywords = self.forward.with_arguments((arguments, keywords), {self.target: names[self.target]})
         keywords = self.adapter.mini_batch(keywords)
         if not OF_PIPE.isdisjoint(keywords):
             arguments, keywords = self.forward.by_position(arguments, keywords)

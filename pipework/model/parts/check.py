@@ -128,7 +128,7 @@ class Weighed:
         reduction: 'mean' or 'sum'.
         weight: of a micro-batch, from its target; None: its rows.
         argument_of: from the arguments of a micro-batch and a name to that argument; None: it has none.
-        with_argument: these arguments with another value for that.
+        with_arguments: these arguments with other values, by their names.
     """
 
     target: str
@@ -136,7 +136,7 @@ class Weighed:
     reduction: str
     weight: Callable[[Any], Any] | None
     argument_of: Callable[[Arguments, str], Any]
-    with_argument: Callable[[Arguments, str, Any], Arguments]
+    with_arguments: Callable[[Arguments, Mapping[str, Any]], Arguments]
 
     def of(self, rows: Sequence[Arguments]) -> list[float]:
         """The factor of each row's loss in that of the mini-batch."""
@@ -226,7 +226,7 @@ def left_out(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed) ->
         changed = [torch.cat([*own[:-1], last]), *own[:-1], last]
         every = zip((cuttable.sample, *rows), changed, strict=True)
         with contextlib.suppress(Exception), evaluating(cuttable.model):
-            results = [_run(cuttable, weighed.with_argument(each, weighed.target, labels)) for each, labels in every]
+            results = [_run(cuttable, weighed.with_arguments(each, {weighed.target: labels})) for each, labels in every]
             loss, *losses = (float(weighed.loss_of(each)) for each in results)
             combined = sum(weight * each for weight, each in zip(weighed.of(rows), losses, strict=True))
             if math.isfinite(loss) and not _close(loss, combined, _precision(cuttable, results[0])):
@@ -294,7 +294,7 @@ def _told_apart(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed 
         else:
             continue
         changed = [torch.cat(own, dim), *own]
-        every = [weighed.with_argument(each, name, value) for each, value in zip(every, changed, strict=True)]
+        every = [weighed.with_arguments(each, {name: value}) for each, value in zip(every, changed, strict=True)]
     return every
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from pipework.model.marks import checked_pieces
 
 if TYPE_CHECKING:
-    import inspect
     from collections.abc import Mapping
 
     from pipework.model.marks import OwnSplit, Piece
@@ -43,23 +43,14 @@ class ForwardArguments:
         """One of them; None: it is not given."""
         return self.by_name(*given).get(name)
 
-    def with_argument(self, given: Arguments, name: str, value: Any) -> Arguments:
-        """The arguments with another value for one of them."""
-        arguments, keywords = given
-        if name in keywords:
-            return arguments, {**keywords, name: value}
-        place = [*self.signature.parameters].index(name)
-        return (*arguments[:place], value, *arguments[place + 1 :]), {**keywords}
-
     def with_arguments(self, given: Arguments, values: Mapping[str, Any]) -> Arguments:
         """The arguments with other values, or more of them."""
-        given_already = self.by_name(*given)
-        for name, value in values.items():
-            if name in given_already:
-                given = self.with_argument(given, name, value)
-            else:
-                given = given[0], {**given[1], name: value}
-        return given
+        arguments, keywords = given
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [name for name, each in self.signature.parameters.items() if each.kind in by_position][: len(arguments)]
+        own = [values.get(name, value) for name, value in zip(names, arguments, strict=False)]
+        others = {name: value for name, value in values.items() if name not in names}
+        return (*own, *arguments[len(own) :]), {**keywords, **others}
 
     def by_position(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Arguments:
         """The same arguments by position, as far as possible, since a pipe has arguments of its own with their names.
