@@ -36,6 +36,7 @@ SEVERAL = (
 CPU_ONLY = (
     "tests/exactness/test_graphs.py",
     "tests/exactness/test_halves.py::test_autocast_casts_each_parameter_once_in_a_mini_batch",
+    "tests/exactness/test_offload.py::test_compiled_layers",
     "tests/exactness/test_offload.py::test_saved_tensors_of_many_kinds",
     "tests/exactness/test_modes.py::test_a_mode_is_used_by_one_worker_at_a_time",
     "tests/exactness/test_values.py::test_tensors_cross_a_boundary_as_they_lie_in_memory",

@@ -138,6 +138,24 @@ def test_saved_tensors_of_many_kinds(way: Way, checkpoint: str, assert_trained_a
         assert reserved(pipe) > 0
 
 
+class Block(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh().exp() + x
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the compiler
+@pytest.mark.parametrize("way", ["1f1b"], indirect=True)
+def test_compiled_layers(way: Way, assert_trained_alike: Callable[..., None]) -> None:
+    plain = nn.Sequential(*(nn.Sequential(Block(6, 6), nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+    pipe = way.pipe(plain, CHUNKS, "never", balance=[1, 1, 1, 1], offload=0)
+    for layer in pipe:
+        layer.compile(backend="aot_eager")
+    assert_trained_alike(plain, pipe, [vectors(8), vectors(8)], way=way)
+    with pipe.record():
+        assert_trained_alike(plain, pipe, [vectors(8)], way=way)
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_schedule_that_was_read_from_csv_says_itself_what_moves(
     count: int, assert_trained_alike: Callable[..., None]

@@ -33,10 +33,10 @@ def adapted(**options: Any) -> Any:
 SAMPLE = {name: value[:2] for name, value in text().items()}
 
 
-def pair(**options: Any) -> tuple[Any, Any, Pipe]:
+def pair(schedule: str = "1f1b", *, offload: int | bool = False, **options: Any) -> tuple[Any, Any, Pipe]:
     model = adapted(**options)
-    plain = copy.deepcopy(model)
-    return model, plain, attach(model, SAMPLE, chunks=4, balance=[3, 4], devices=["cpu"] * 2)
+    plain, places = copy.deepcopy(model), {"balance": [3, 4], "devices": ["cpu"] * 2}
+    return model, plain, attach(model, SAMPLE, chunks=4, schedule=schedule, offload=offload, **places)
 
 
 def step(model: Any, plain: Any) -> None:
@@ -78,8 +78,9 @@ def test_several_adapters(options: dict[str, Any], tmp_path: Path) -> None:
         assert all(torch.equal(saved[name], expected[name]) for name in saved)
 
 
-def test_an_adapter_that_is_added_after_the_pipe() -> None:
-    model, plain, _ = pair()
+def test_an_adapter_that_is_added_after_the_pipe_with_activations_on_the_host() -> None:
+    model, plain, pipe = pair("gpipe", offload=1)
+    assert "O" in pipe.schedule().kinds
     config = peft.LoraConfig(r=3, target_modules=["k_proj"], init_lora_weights=False)
     for each in (model, plain):
         torch.manual_seed(3)

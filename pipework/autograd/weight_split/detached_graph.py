@@ -48,6 +48,10 @@ class _DetachedGraph(Operation):
 
     def wait_in(self, queue: list[tuple[Any, Tensor, Tensor]]) -> None:
         super().wait_in(queue)
+        if self._unpack is not None:  # the hooks have what the graph needs of its leaves
+            for leaf in self._inner:
+                if type(leaf) is Tensor:
+                    leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
         del self._arguments, self._options
 
     def run_whole(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from pipework import torch_private
 from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -75,7 +76,7 @@ class MemoryMeter:
         twice = outer is None or getattr(outer[1], "may_be_called_twice", False)
         unpack.may_be_called_twice = twice  # type: ignore[attr-defined]
 
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(uncompiled(pack), unpack):
             yield
         self._hold(stage, micro_batch, sum(sizes.values()))
 
@@ -116,6 +117,11 @@ class MemoryMeter:
     @property
     def _all(self) -> int:
         return sum(self._held.values()) + (0 if self._host is None else self._host.leaving)
+
+
+def uncompiled(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """The hook of a context around layers: what `torch.compile` made of a layer would compile the hook, too."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook  # type: ignore[no-untyped-call]
 
 
 def refuse_changed(tensor: Tensor, version: int, shape: Sequence[int]) -> None:

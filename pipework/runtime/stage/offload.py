@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipework import torch_private
-from pipework.runtime.stage.memory_meter import refuse_changed
+from pipework.runtime.stage.memory_meter import refuse_changed, uncompiled
 from pipework.torch_private import MemoryView
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class SavedTensors:
         if outer is not None:
             yield
             return
-        with saved_tensors_hooks(self._pack, _unpack):
+        with saved_tensors_hooks(uncompiled(self._pack), _unpack):
             yield
 
     def _pack(self, tensor: Tensor) -> Any:
