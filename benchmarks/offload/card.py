@@ -40,11 +40,12 @@ def run(card: Card, rounds: int, seconds: float) -> tuple[Outcome, list[Verdict]
     Returns:
         None, and a line of text, without transformers.
     """
-    model = Llama.of(card, CHUNKS, TOKENS, blocks=STAGES - 1)
+    chunks = CHUNKS if card.is_gpu else IN_FLIGHT + 1
+    model = Llama.of(card, chunks, TOKENS, blocks=STAGES - 1)
     if model is None:
         return None
     each = model.config.num_hidden_layers // (STAGES - 1)
-    options = {"schedule": in_flight(IN_FLIGHT, CHUNKS), "balance": [1 + each, *[each] * (STAGES - 2), 2]}
+    options = {"schedule": in_flight(IN_FLIGHT, chunks), "balance": [1 + each, *[each] * (STAGES - 2), 2]}
     places = {QUARTER: [parts.split(4)[0]], "the card": []} if card.is_gpu else {"the CPU": []}
     ways: dict[str, Callable[[], Way | None]] = {}
     for place, on in places.items():

@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--rows", type=int, default=16, help="of a mini-batch, each a micro-batch (default 16)")
     options.add_amount("--iterations", 200, 20, "candidates of a plan")
     options.add_amount("--width", 64, 16, "of the small transformers")
+    options.add_amount("--chunks", 8, 4, "their micro-batches")
     options.add_argument("--device", choices=["cuda:0", "cpu"], help="measures a Llama there, and nothing else")
     options.add_amount("--rounds", 6, 3, "of the Llama, at most")
     options.add_amount("--seconds", 12.0, 1.0, "about how long these rounds may take")
@@ -52,8 +53,10 @@ def main(argv: list[str] | None = None) -> None:
                     simulated.report(title, steps)
                     print("the planner finds nothing that fits\n" if plan is None else "")
                     results[title] = [asdict(step) for step in steps]
-            width = arguments.width
-            peaks = {each: measured.measure(each, width, 2 * width, 8) for each in measured.SETTINGS}
+            width, settings = arguments.width, measured.SETTINGS
+            if arguments.quick:
+                settings = [each for each in settings if each.stages > 1]
+            peaks = {each: measured.measure(each, width, 2 * width, arguments.chunks) for each in settings}
             verdicts = measured.report(peaks)
             results["measured"] = {str(each): asdict(found) for each, found in peaks.items()}
     harness.conclude(name, arguments, machine, verdicts, results)

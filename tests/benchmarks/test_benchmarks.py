@@ -81,6 +81,14 @@ def test_benchmark_prints_its_table_and_a_verdict(run: Callable[..., str], name:
     assert "REACHED: " in output or "MISSED: " in output
 
 
+@pytest.mark.thorough
+def test_a_llama_with_offload_is_compared_with_one_without(run: Callable[..., str]) -> None:
+    pytest.importorskip("transformers")
+    output = run("offload", "--device", "cpu", "--rounds", "3", "--seconds", "0")
+    assert "| the CPU, offload |" in output
+    assert output.count("REACHED: ") == 2
+
+
 def test_what_schedules_hold_beside_1f1b_is_printed(run: Callable[..., str]) -> None:
     output = run("memory", "--workers", "2", "--width", "8", "--rows", "2", module="v_half")
     rows = [line.split(",")[0] for line in output.splitlines() if line.startswith("| ") and "2 workers" in line]
