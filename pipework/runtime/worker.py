@@ -98,14 +98,14 @@ class RecordedActions:
         device: the worker's.
         runs: the worker's stages.
         memory: whether bytes are wanted. A captured step knows its own in any case.
-        marks: each action, when it began and ended, and its bytes.
+        marks: each action, the marks after which it began, that of its end, and its bytes.
     """
 
     worker: int
     device: WorkerDevice
     runs: Mapping[int, StageRun]
     memory: bool
-    marks: list[tuple[Action, Any, Any, tuple[int, int, int]]] = field(default_factory=list)
+    marks: list[tuple[Action, list[Any], Any, tuple[int, int, int]]] = field(default_factory=list)
 
     def start_clock(self) -> None:
         """Before the first action."""
@@ -116,20 +116,26 @@ class RecordedActions:
         self._start = self._clock.now()
 
     def around(self, handle: Handler, stream: torch.Stream | None) -> Handler:
-        """The handler, and after it a mark of its end, in this stream if it is not the worker's."""
+        """The handler, and after it a mark of its end.
+
+        Args:
+            handle: the handler.
+            stream: of a copy, which begins when those before it in the stream have ended; None: the worker's.
+        """
 
         def recorded(action: Action) -> None:
+            free = [] if stream is None else [self._clock.now(stream)]
             handle(action)
             end = self._clock.now(stream)
             sizes = self.runs[action.stage].sizes(action) if self.memory else (0, 0, 0)
-            self.marks.append((action, self._start, end, sizes))
+            self.marks.append((action, [self._start, *free], end, sizes))
 
         return recorded
 
     def intervals(self) -> list[Interval]:
         """The actions, in seconds and bytes."""
-        seconds = self._clock.seconds
-        return [
-            Interval(self.worker, action, seconds(start), max(seconds(start), seconds(end)), most, held=held, sent=sent)
-            for action, start, end, (most, held, sent) in self.marks
-        ]
+        seconds, found = self._clock.seconds, []
+        for action, starts, end, (most, held, sent) in self.marks:
+            start = max(map(seconds, starts))
+            found.append(Interval(self.worker, action, start, max(start, seconds(end)), most, held=held, sent=sent))
+        return found

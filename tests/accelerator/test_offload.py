@@ -1,5 +1,6 @@
 """With activations on the host, a step fits into memory that is too small without."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -47,3 +48,17 @@ def test_a_step_fits_into_less_memory(checkpoint: str) -> None:
     plain.zero_grad()
     for got, wanted in zip(step(moving), expected, strict=True):
         assert torch.equal(got, wanted)
+
+
+def test_a_recording_has_the_copies_one_after_the_other_beside_the_computation() -> None:
+    pipe = pipe_of(checkpoint="never", offload="activations")
+    simulated.configure(delay_probability=0.5, delay_us=2000)
+    with pipe.record() as recording:
+        step(pipe)
+    line = recording.timeline()
+    for worker in range(2):
+        for kind in "OL":
+            copies = [each for each in line.communication if (each.worker, each.action.kind) == (worker, kind)]
+            copies.sort(key=lambda each: each.action.micro_batch)
+            assert len(copies) == CHUNKS - 1
+            assert all(one.end <= other.start + 1e-4 for one, other in pairwise(copies))
