@@ -34,7 +34,7 @@ from pipework.settings import Settings
 from pipework.signatures import positional_names, signature_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -217,19 +217,8 @@ def attach(
         cuttable = Cuttable(model, sample, blocks=blocks, adapter=adapter, has_rows=split is None)
         forward = ForwardArguments(signature_of(type(model).forward.__get__(model)), target)
         names = forward.by_name(*cuttable.sample)
-        place = LossPlace.in_result(cuttable.result) if loss_fn is None and target in names else None
-        if place is None:
-            forward = replace(forward, target=None)
-        else:
-            if loss_weight is None and loss_reduction == "mean":
-                loss_weight = adapter.loss_weight(
-                    names[target],
-                    cuttable.result,
-                    lambda labels, **others: cuttable.result_of(
-                        *forward.with_arguments(cuttable.sample, {target: labels, **others})
-                    ),
-                )
-            settings = replace(settings, loss_fn=place, loss_weight=loss_weight)
+        settings, place = _with_own_loss(cuttable, settings, forward, names)
+        forward = forward if place is not None else replace(forward, target=None)
         settings = replace(settings, split=None if split is None else functools.partial(forward.split, split))
         # 3. The model is cut into a part for each stage, and parts, loss and outputs are compared with the model's own.
         if plan is not None:
@@ -254,7 +243,7 @@ def attach(
         model.__dict__["forward"] = AttachedForward(pipe._attached, pipe, cuttable.result, place, outputs)
         _refuse_steps_without_pipe(model)
         if place is not None and loss_reduction == "mean":
-            adapter.weighs(target, loss_weight)
+            adapter.weighs(target, settings.loss_weight)
     return pipe
 
 
@@ -274,6 +263,23 @@ def _refuse_attached_or_wrapped(model: nn.Module) -> None:
 
 
 _WRAPPERS: Final = ("DistributedDataParallel", "DataParallel", "FSDPModule", "FullyShardedDataParallel")
+
+
+def _with_own_loss(
+    cuttable: Cuttable, settings: Settings, forward: ForwardArguments, names: Mapping[str, Any]
+) -> tuple[Settings, LossPlace | None]:
+    """The settings with the loss that the model computes itself, and where that is; None: it computes none."""
+    target, weight = str(forward.target), settings.loss_weight
+    place = LossPlace.in_result(cuttable.result) if settings.loss_fn is None and target in names else None
+    if place is None:
+        return settings, None
+    if weight is None and settings.loss_reduction == "mean":
+
+        def ask(labels: Any, **others: Any) -> Any:
+            return cuttable.result_of(*forward.with_arguments(cuttable.sample, {target: labels, **others}))
+
+        weight = cuttable.adapter.loss_weight(names[target], cuttable.result, ask)
+    return replace(settings, loss_fn=place, loss_weight=weight), place
 
 
 def _balance(cuttable: Cuttable, settings: Settings) -> list[int]:
