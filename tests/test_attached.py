@@ -158,6 +158,7 @@ def test_random_numbers_do_not_depend_on_the_cut(balance: list[int]) -> None:
     assert_same(*results)
 
 
+@pytest.mark.thorough
 def test_evaluation_and_training_follow_the_model() -> None:
     model, batch = ResNet(), batch_of(ResNet)
     plain = copy.deepcopy(model)
@@ -185,6 +186,7 @@ def test_inference_mode(kind: type[nn.Module]) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.thorough
 def test_attributes_and_buffers_may_change_between_calls() -> None:
     model = Vision()
     plain = copy.deepcopy(model)
@@ -475,6 +477,7 @@ def test_inputs_go_by_their_names(sampled: bool) -> None:
     assert torch.equal(positional, loss_in(model(labels=labels, y=y, x=x)).detach())
 
 
+@pytest.mark.thorough
 def test_a_pipe_that_is_taken_off_is_freed_at_once() -> None:
     model, batch = Plain(), batch_of(Plain)
     pipe = weakref.ref(attach(model, batch, chunks=2, devices=["cpu"] * 2))
@@ -505,6 +508,7 @@ def test_uses_of_attach_that_are_refused() -> None:
         attached(Plain(), {**batch, "labels": None})
 
 
+@pytest.mark.thorough
 def test_a_difference_is_named() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -625,6 +629,7 @@ class Summed(Named):
         return nn.functional.mse_loss(x, labels, reduction="sum")
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_a_sum() -> None:
     model, x = Summed(), torch.randn(8, WIDTH)
     batch = {"x": x, "labels": x}

@@ -812,6 +812,7 @@ def on_each_rank(mesh: Mesh) -> Any:
     return right, [str(each) for each in wrong], [bool(each) for each in wrong[:2]], allowed
 
 
+@pytest.mark.thorough
 def test_in_several_processes(on_ranks: Callable[..., list[Any]]) -> None:
     first, second = on_ranks(2, on_each_rank)
     right, wrong, verdicts, allowed = first

@@ -44,7 +44,7 @@ CPU_ONLY = (
     "tests/exactness/test_with_pytorch.py::test_parametrized_modules",
     "tests/exactness/test_with_pytorch.py::test_small_gradients_in_float16_survive_if_the_pipe_knows_the_scaler",
 )
-EACH = 6  # cases of each of these tests; the others are slow
+EACH = 4  # cases of each of these tests; the others are slow
 
 
 def _is_body(item: pytest.Item) -> bool:

@@ -31,7 +31,7 @@ PAGES = [
     *sorted((ROOT / "examples").glob("**/*.md")),
     *sorted((ROOT / "benchmarks").glob("**/*.md")),
 ]
-QUICK = {ROOT / "README.md", ROOT / "docs" / "quickstart.md"}
+QUICK = {ROOT / "docs" / "quickstart.md"}
 OUTPUT = re.compile(r"\s*(?P<varies><!-- numbers vary -->\s*)?```text\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE)
 SCRIPT = re.compile(r"# (?P<file>\w+\.py)\n")
 NUMBER = re.compile(r"\d+([.,]\d+)*")

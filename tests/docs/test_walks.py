@@ -70,6 +70,7 @@ def files_on_a_rank(mesh: Mesh) -> int:
     return len(where.files)
 
 
+@pytest.mark.thorough
 def test_few_files_between_processes_too(on_ranks: Callable[..., list[Any]]) -> None:
     first, _ = on_ranks(2, files_on_a_rank)
     assert 0 < first <= MOST

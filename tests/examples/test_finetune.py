@@ -12,10 +12,11 @@ def script(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("finetune")
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
 @pytest.mark.parametrize(
     "options",
-    [[], pytest.param(["--lora", "--schedule", "gpipe"], marks=pytest.mark.thorough)],
+    [[], ["--lora", "--schedule", "gpipe"]],
     ids=["whole", "adapters"],
 )
 def test_it_learns(script: ModuleType, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:

@@ -89,6 +89,7 @@ def test_the_loss_falls(run: Path) -> None:
     assert all(later < earlier for earlier, later in zip(curve[:-4], curve[4:], strict=True))
 
 
+@pytest.mark.thorough
 def test_the_report_tells_what_was_promised(
     script: ModuleType, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_an_adapter_that_is_added_after_the_pipe_with_activations_on_the_host() 
     step(model, plain)
 
 
+@pytest.mark.thorough
 def test_weights_below_adapters_go_into_the_modules_that_are_trained_as_they_are_too(tmp_path: Path) -> None:
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
     base.save_pretrained(tmp_path)
@@ -101,6 +102,7 @@ def test_weights_below_adapters_go_into_the_modules_that_are_trained_as_they_are
     assert all(torch.equal(each, base.lm_head.weight) for each in heads)
 
 
+@pytest.mark.thorough
 def test_an_adapter_of_another_kind_is_refused(tmp_path: Path) -> None:
     _, plain, pipe = pair()
     plain.save_pretrained(tmp_path)
@@ -110,6 +112,7 @@ def test_an_adapter_of_another_kind_is_refused(tmp_path: Path) -> None:
         load_pretrained(pipe, tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Already unmerged")  # of layers that only the other adapter has
 def test_merging() -> None:
     model, plain, _ = pair(modules_to_save=["lm_head"])

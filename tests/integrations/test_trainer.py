@@ -244,6 +244,7 @@ def test_stages_on_several_devices_of_one_process(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_a_collator_that_makes_the_micro_batches(tmp_path: Path) -> None:
     def halves(each: list[dict[str, Tensor]]) -> dict[str, MicroBatches]:
         whole = {name: torch.stack([row[name] for row in each]) for name in each[0]}

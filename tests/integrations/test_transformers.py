@@ -173,6 +173,7 @@ def test_a_number_of_items_counts_as_without_a_pipe(name: str) -> None:
         assert model(**batch, num_items_in_batch=torch.tensor(9)).loss is None
 
 
+@pytest.mark.thorough
 def test_labels_that_do_not_count_at_all() -> None:
     batch = text()
     model = llama(batch)
@@ -183,6 +184,7 @@ def test_labels_that_do_not_count_at_all() -> None:
     assert model(**batch, num_items_in_batch=torch.tensor(0)).loss.isnan()
 
 
+@pytest.mark.thorough
 def test_a_loss_outside_of_the_model_under_a_schedule_that_allows_it() -> None:
     batch = text()
     model, reference = llama(batch, "gpipe"), llama()
@@ -240,7 +242,9 @@ RETURNED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], str | None, 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RETURNED)
+@pytest.mark.parametrize(
+    "name", [name if name == "questions" else pytest.param(name, marks=pytest.mark.thorough) for name in RETURNED]
+)
 @pytest.mark.filterwarnings("ignore:the pipe returns None in place of .*'logits_per_image'")
 def test_what_a_model_returns_row_by_row_is_what_the_call_returns(name: str) -> None:
     config, kind, options, batch, target, names = RETURNED[name]
@@ -269,12 +273,14 @@ def test_what_a_model_returns_row_by_row_is_what_the_call_returns(name: str) -> 
         assert pipe.verify(**batch)
 
 
+@pytest.mark.thorough
 def test_hidden_states_that_the_sample_did_not_have() -> None:
     model, batch = llama(text()), text()
     with pytest.raises(RuntimeError, match=r"LlamaForCausalLM takes another way .*with the same flags"):
         model(**batch, output_hidden_states=True)
 
 
+@pytest.mark.thorough
 def test_sequences_that_are_packed_into_one_row_are_cut_between_them() -> None:
     torch.manual_seed(0)
     ids, positions = torch.randint(3, 37, (1, 21)), torch.cat([torch.arange(n) for n in (5, 3, 6, 2, 5)])[None]

@@ -122,6 +122,7 @@ def keywords_of(model: nn.Module, sample: dict[str, Any], chunks: int = 4) -> di
     return attach(model, sample, chunks=chunks, devices=["cpu"] * 2)._executor.settings.loss_weight.keywords
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [LlamaForCausalLM, Ignores])
 def test_a_sample_whose_last_labels_do_not_count(kind: type[LlamaForCausalLM]) -> None:
     model, plain, batch = llama(kind), llama(kind), padded(kind is LlamaForCausalLM)
@@ -137,6 +138,7 @@ def test_a_sample_whose_last_labels_do_not_count(kind: type[LlamaForCausalLM]) -
         torch.testing.assert_close(own.grad, parameter.grad)
 
 
+@pytest.mark.thorough
 def test_pixels_that_do_not_count() -> None:
     config = SegformerConfig(
         num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 8], num_attention_heads=[1, 1],
@@ -154,6 +156,7 @@ def test_pixels_that_do_not_count() -> None:
         torch.testing.assert_close(model(**batch).loss, type(model).forward(model, **batch).loss)
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_a_unit_of_the_model() -> None:
     model = DistilBertForMaskedLM(DistilBertConfig(vocab_size=60, dim=16, hidden_dim=24, n_layers=2, n_heads=2))
     assert keywords_of(model, {name: value[:2] for name, value in padded(True).items()}) == {

@@ -174,6 +174,7 @@ def test_a_search_stops_at_the_bound() -> None:
     assert plan.gap < 1e-9
 
 
+@pytest.mark.thorough
 def test_a_search_goes_on_until_something_fits() -> None:
     """The limit is near the smallest for which there is a plan, and the first candidates do not fit."""
     profile = made(UNEVEN, kept=[30] * 8)

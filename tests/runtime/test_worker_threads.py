@@ -37,6 +37,7 @@ def test_threads_do_not_keep_what_the_callers_variables_hold(variables_given: li
     assert variables_given == [False, False]
 
 
+@pytest.mark.thorough
 def test_workers_can_be_collected_from_one_of_their_own_threads(
     own_workers: Callable[[], list[threading.Thread]],
 ) -> None:

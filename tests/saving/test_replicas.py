@@ -103,6 +103,7 @@ def loaded(pipe: Pipe, folder: str, number: int) -> list[Any]:
     return [*drawn(), found.data_position, [text for text in said if "replica" in text]]
 
 
+@pytest.mark.thorough
 def test_other_numbers_of_replicas(on_ranks: Run, tmp_path: Path) -> None:
     one, two = on_ranks(2, save, init={"dp": 2}, folder=str(tmp_path))
     assert one[:3] != two[:3]

@@ -113,6 +113,7 @@ def pipe_of(module: nn.Sequential, mesh: Mesh, local_parameters: Any = ()) -> Pi
 # ---- over the replicas ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @runs_on(4, dp=2)
 def test_experts_over_the_replicas(mesh: Mesh) -> None:
     dp, expert = mesh.device_mesh["dp"], mesh.data_parallel_rank

@@ -92,6 +92,7 @@ def trains(mesh: Mesh) -> tuple[list[str], list[float], list[float]]:
     return done, found, on_threads
 
 
+@pytest.mark.thorough
 def test_they_are_connected_in_one_order_before_the_first_step(start: Callable[..., Job]) -> None:
     every = start(3, trains).ended()
     assert [each.code for each in every] == [0, 0, 0], every

@@ -106,6 +106,7 @@ def test_the_same_bodies_pass(on_ranks: Run, ranks: int, each: int, least: int) 
     assert results[0][0] > least
 
 
+@pytest.mark.thorough
 def test_a_few_of_the_same_bodies_pass(on_ranks: Run) -> None:
     results = on_ranks(2, run_tests, fresh=True, files=["exactness/test_modes.py"], each=3)
     assert results[0] == results[1]

@@ -53,6 +53,7 @@ def test_compiled_and_checkpointed_blocks(mesh: Mesh, dimension: str) -> None:
     assert other_gradients(*pipes) == []
 
 
+@pytest.mark.thorough
 @runs_on(4)
 def test_a_loss_over_shards(mesh: Mesh) -> None:
     """The last layer gives logits whose classes are sharded, and the loss never gathers them."""

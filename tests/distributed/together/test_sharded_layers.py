@@ -38,6 +38,7 @@ def pipe_of(layers: nn.Sequential, mesh: Any, **options: Any) -> Pipe:
     return Pipe(layers, CHUNKS, schedule="1f1b", loss_fn=F.mse_loss, mesh=mesh, **options)
 
 
+@pytest.mark.thorough
 @runs_on(4)
 def test_pipes_of_neighbouring_slices_do_not_meet(mesh: Mesh) -> None:
     """They are made at the same time, some ranks having made one more before."""
