@@ -301,21 +301,28 @@ class Search:
         They fit, or are the last ones that were tried.
         """
         plain = self._cut(candidate)
-        yield self._recomputing(plain)
-        if not self._request.may_offload or min(self._request.limits) == inf:
+        if not self._request.may_offload or min(self._request.limits) == inf or self._is_free(plain):
+            yield self._recomputing(plain)
             return
-        free = replace(self._problem(candidate), limits=[inf] * len(candidate.order))
-        if plain.fits and plain.balance == best_cut(free):  # no limit binds
-            return
-        moving = self._recomputing(self._cut(replace(candidate, keep=0)))
-        if moving.fits and moving.seconds > plain.seconds:  # copies take time: as many micro-batches stay as fit
-            fitting, all_stay = 0, ceil(max(self._peaks(candidate)))
-            while all_stay - fitting > 1:
+        moving = self._cut(replace(candidate, keep=0))
+        if (
+            not moving.fits or moving.seconds > plain.seconds
+        ):  # else copies are hidden, and nothing is recomputed faster
+            found = self._recomputing(plain)
+            yield found
+            moving = moving if moving.fits or found.fits else self._recomputing(moving)
+            fitting, all_stay = 0, ceil(max(self._peaks(candidate))) * moving.fits
+            while all_stay - fitting > 1:  # copies take time: as many micro-batches stay as fit
                 keep = (fitting + all_stay) // 2
                 other = self._cut(replace(moving, keep=keep))
                 fitting, all_stay = (keep, all_stay) if other.fits else (fitting, keep)
                 moving = min(moving, other, key=lambda each: each.rank)
         yield moving
+
+    def _is_free(self, candidate: Candidate) -> bool:
+        """Whether no limit binds: the candidate fits, and would be cut like this without limits."""
+        free = replace(self._problem(candidate), limits=[inf] * len(candidate.order))
+        return candidate.fits and candidate.balance == best_cut(free)
 
     def _cut(self, candidate: Candidate) -> Candidate:
         return self._tried(candidate, balance=best_cut(self._problem(candidate)))

@@ -42,7 +42,19 @@ def test_progress_goes_to_the_other_stream(capsys, profile):
 
 
 def test_what_may_be_chosen_is_what_is_said(capsys, profile):
-    words = ("--schedules", "1f1b,gpipe", "--batch", "16", "--optimizer", "0", "--chunks", "8", "--memory", "4KiB")
+    words = (
+        "--schedules",
+        "1f1b,gpipe",
+        "--batch",
+        "16",
+        "--optimizer",
+        "0",
+        "--chunks",
+        "8",
+        "--memory",
+        "4KiB",
+        "--no-offload",
+    )
     assert run(profile, "--workers", "3", "--iterations", "20", "--quiet", *words) == 0
     out = capsys.readouterr().out
     assert "8 micro-batches of 2 rows" in out
