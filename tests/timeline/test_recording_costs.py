@@ -33,7 +33,8 @@ def test_costs_of_a_simulation_are_found_again(name, workers, checkpointed):
 def test_costs_of_copies_are_found_again(checkpointed):
     schedule = with_recompute(build("gpipe", workers=4, chunks=6), checkpointed, loss_outside=True)
     costs = measured_costs([simulate(with_offload(schedule, COSTS), COSTS).timeline], stages=4)
-    assert (costs.offload, costs.reload) == (COSTS.offload, COSTS.reload)
+    first = checkpointed == 6  # the inputs of the first stage do not move
+    assert (costs.offload[first:], costs.reload[first:]) == (COSTS.offload[first:], COSTS.reload[first:])
     assert (costs.forward, costs.activation) == (COSTS.forward, COSTS.activation)
 
 

@@ -35,10 +35,11 @@ def with_offload(
     """Add an ``O`` and an ``L`` for what old micro-batches hold on a stage.
 
     A micro-batch moves if at least `keep` other forwards of its stage come between its forward and its backward. Of a
-    micro-batch that is recomputed the stored input moves, and comes back before ``R``. ``O`` comes right after the
-    forward. ``L`` comes as late as possible if it shall end when the micro-batch is needed, with these costs and one
-    ``L`` of a worker at a time. So copies hide behind the computation if the link is fast enough, and on the device are
-    what is computed, what is on its way, and the newest `keep` micro-batches.
+    micro-batch that is recomputed the stored input moves, and comes back before ``R``; that of the first stage is the
+    caller's, and stays. ``O`` comes right after the forward. ``L`` comes as late as possible if it shall end when the
+    micro-batch is needed, with these costs and one ``L`` of a worker at a time. So copies hide behind the computation
+    if the link is fast enough, and on the device are what is computed, what is on its way, and the newest `keep`
+    micro-batches.
 
     A worker whose peak memory would not be smaller moves nothing.
 
@@ -83,7 +84,7 @@ def with_offload(
     ended, inputs = run(schedule, spread), recomputed(schedule)
     orders = []
     for worker, order in enumerate(schedule.orders):
-        moves = _moves(schedule, worker, keep)
+        moves = _moves(schedule, worker, keep, inputs)
         loads = _loads(schedule, worker, moves, ended, spread, inputs, after_forwards=loss_outside)
         orders.append(tuple(_with_copies(order, moves, loads)))
     moving = replace(schedule, orders=tuple(orders))
@@ -93,7 +94,7 @@ def with_offload(
     return replace(schedule, orders=tuple(orders)) if any(pays) else schedule
 
 
-def _moves(schedule: Schedule, worker: int, keep: int) -> Mapping[int, int]:
+def _moves(schedule: Schedule, worker: int, keep: int, inputs: Set[tuple[int, int]]) -> Mapping[int, int]:
     """The positions of what needs a micro-batch that moves: its recompute, or its backward; to that of its forward."""
     forwards = schedule.table.letters(gives="F")
     needing = set(schedule.table["L"].before)
@@ -106,7 +107,8 @@ def _moves(schedule: Schedule, worker: int, keep: int) -> Mapping[int, int]:
             made[stage, micro_batch] = position, begun[stage]
         elif kind in needing and (stage, micro_batch) in made:
             forward, number = made.pop((stage, micro_batch))
-            if begun[stage] - number >= keep and position > forward + 1:
+            of_caller = stage == 0 and (stage, micro_batch) in inputs
+            if begun[stage] - number >= keep and position > forward + 1 and not of_caller:
                 found[position] = forward
     return found
 
