@@ -462,14 +462,7 @@ class AttachedModel:
 class AttachedForward:
     """The forward of a model to which a pipe is attached."""
 
-    def __init__(
-        self,
-        attached: AttachedModel,
-        pipe: Pipe,
-        result: Any,
-        place: LossPlace | None,
-        outputs: Literal["last", "all"],
-    ) -> None:
+    def __init__(self, attached: AttachedModel, pipe: Pipe, result: Any, place: LossPlace | None, outputs: str) -> None:
         self._attached, self._pipe, self._result, self._place, self._outputs = attached, pipe, result, place, outputs
         self.__signature__ = attached.forward.signature
 

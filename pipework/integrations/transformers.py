@@ -77,13 +77,14 @@ class TransformersAdapter(Adapter):
 
     def stand_in(self, stand_in: nn.Module, unit: nn.Module) -> nn.Module:
         """With the hooks by which transformers collects hidden states."""
-        for hook in filter(_captures, torch_private.forward_hooks(unit).values()):
-            stand_in.register_forward_hook(hook)
+        for hook in torch_private.forward_hooks(unit).values():
+            if isinstance(hook, CapturingHook):
+                stand_in.register_forward_hook(hook)
         return stand_in
 
     def owns_hooks(self, module: nn.Module) -> bool:
         """They collect what the forward around them returns, and it starts anew in every part."""
-        return all(map(_captures, torch_private.all_hooks(module)))
+        return all(isinstance(hook, CapturingHook) for hook in torch_private.all_hooks(module))
 
     def prepare(self, model: nn.Module) -> None:
         """Installs these hooks, which each copy would install again, as objects that can be pickled.
@@ -234,11 +235,6 @@ def _takes_use_cache(forward: Callable[..., Any]) -> bool:
     constants = inspect.unwrap(forward).__code__.co_consts
     sets = any(isinstance(each, tuple) and "use_cache" in each for each in constants)
     return not sets and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-
-def _captures(hook: Any) -> bool:
-    """Whether a hook is one by which transformers collects hidden states."""
-    return isinstance(hook, CapturingHook)
 
 
 class CapturingHook:

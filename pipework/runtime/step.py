@@ -195,9 +195,7 @@ class Step:
 
 
 def _copies(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    there = [each for each in gradients if each is not None]
-    copies = [torch.empty_like(each) for each in there]
-    if there:
-        torch_private.copy_each(copies, there)
-    left = iter(copies)
-    return [None if each is None else next(left) for each in gradients]
+    copies = [None if each is None else torch.empty_like(each) for each in gradients]
+    if any(each is not None for each in gradients):
+        torch_private.copy_each(*([each for each in every if each is not None] for every in (copies, gradients)))
+    return copies

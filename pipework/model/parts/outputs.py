@@ -110,13 +110,12 @@ def _joined_values(pairs: Sequence[tuple[Any, int]], dim: int) -> Any:
     if not all(same(form, forms[0]) for form in forms):
         return MicroBatches(value for value, _ in pairs)
     sizes = [size for _, size in pairs]
-    return unflatten([_joined_leaves(column, sizes, dim) for column in zip(*leaves, strict=True)], forms[0])
 
+    def one(*column: Any) -> Any:
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else () for each in column]
+        has_rows = min(map(len, shapes)) > dim and (not dim or [shape[dim] for shape in shapes] == sizes)
+        if has_rows and len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) == 1:
+            return torch.cat(column, dim)
+        return column[0] if all(same(each, column[0]) for each in column) else MicroBatches(column)
 
-def _joined_leaves(column: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
-    if all(isinstance(each, Tensor) and each.dim() > dim for each in column):
-        others = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in column}
-        if len(others) == 1 and (not dim or [each.shape[dim] for each in column] == sizes):
-            return torch.cat(list(column), dim)
-    is_one = all(same(each, column[0]) for each in column)  # such as None
-    return column[0] if is_one else MicroBatches(column)
+    return unflatten(map(one, *leaves), forms[0])

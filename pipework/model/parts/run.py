@@ -63,13 +63,7 @@ class PartRun:
         watch: notices glue that computes with tensors without values; None: this run is not watched.
     """
 
-    def __init__(
-        self,
-        span: PartSpan,
-        message: Message,
-        device: torch.device,
-        side_outputs: SideOutputs,
-    ) -> None:
+    def __init__(self, span: PartSpan, message: Message, device: torch.device, side_outputs: SideOutputs) -> None:
         self._span = span
         self._message = message
         self._device = device

@@ -158,7 +158,7 @@ class ReplayedStage(StageRun):
         """See `StageRun.connect`."""
         receivers = {name: endpoint.receiver(*name) for name in self._receives}
         senders = {name: endpoint.sender(*name) for name in self._sends}
-        ports, scripts = Ports(receivers, senders, spec.step.key, before_computing or _nothing), self._scripts
+        ports, scripts = Ports(receivers, senders, spec.step.key, before_computing or (lambda: None)), self._scripts
 
         def replay(action: Action) -> None:
             kind, stage, micro_batch, _ = action
@@ -177,7 +177,3 @@ class ReplayedStage(StageRun):
 
     def clear(self) -> None:
         """See `StageRun.clear`: a failure of a step leaves nothing that graphs would not overwrite."""
-
-
-def _nothing() -> None:
-    pass
