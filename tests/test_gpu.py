@@ -205,8 +205,14 @@ def test_recorded_times_are_the_devices_and_a_prediction_knows_these() -> None:
     assert [stage.weights for stage in predicted.stages] == weights
 
 
-@pytest.mark.parametrize("kind", ["two", "two stages on one", "cpu to gpu"])
-@pytest.mark.parametrize("model_is", ["cpu", "there"])
+@pytest.mark.parametrize(
+    ("model_is", "kind"),
+    [
+        *(("cpu", "two"), ("there", "two stages on one"), ("cpu", "cpu to gpu")),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("cpu", "two stages on one"), ("there", "two"))),
+        pytest.param("there", "cpu to gpu", marks=pytest.mark.slow),
+    ],
+)
 def test_a_plan(kind: str, model_is: str) -> None:
     devices = devices_of(kind)
     module, x, y = model(), torch.randn(64, WIDTH), torch.randint(10, (64,))
