@@ -22,6 +22,7 @@ from pipework.model.sequential import tuple_rule
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
+from pipework.schedule.edges import offloaded
 from pipework.settings import Settings
 from pipework.skip.layout import verify_skippables
 from pipework.timeline import Recording
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data.distributed import DistributedSampler
 
+    from pipework.assignment.assignment import Assignment
     from pipework.attached import AttachedModel
     from pipework.backend import ProcessGroupView
     from pipework.distributed.mesh import Mesh
@@ -108,8 +110,9 @@ class Pipe(Layers):
             graphs, or a layer cannot be captured, the pipe goes on without. 'hooks': hooks of layers may be left out of
             replays; with 'auto' as ('auto', 'hooks'). See docs/gpus.md.
         offload: 'activations': what a micro-batch holds on a stage goes to host memory after its forward, and comes
-            back for its backward, while the worker computes others; the newest one of each stage stays. A number: so
-            many stay. Training mode only. A `Schedule` of your own with ``O`` and ``L`` says it itself.
+            back for its backward, while the worker computes others. A number: so many micro-batches stay on the device
+            for each stage, the newest. Copies are placed as if one took as long as a forward; `plan` measures them.
+            Training mode only. A `Schedule` of your own with ``O`` and ``L`` says it itself.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
@@ -170,7 +173,7 @@ class Pipe(Layers):
             here = backend.own_stages(assignment)
         # Of several processes all have the same doubts, and one says so.
         if self._warns and backend.ranks.replica == 0 and 0 in (here or [0]):
-            _warn_of_doubts(module, assignment.workers, settings)
+            _warn_of_doubts(module, assignment, settings)
         # 3. The layers go there; this process is the container of its own.
         if settings.deferred_batch_norm:
             convert_deferred_batch_norm(module, settings.chunks)
@@ -581,14 +584,22 @@ class Pipe(Layers):
         return {**self.__dict__, "_executor": copy(self._executor)}
 
 
-def _warn_of_doubts(module: nn.Module, workers: int, settings: Settings) -> None:
+def _warn_of_doubts(module: nn.Module, assignment: Assignment, settings: Settings) -> None:
     """What is probably not meant: nothing is pipelined, or each of several processes trains the whole model alone."""
-    doubts = []
+    doubts, workers = [], assignment.workers
     if workers > 1 and settings.chunks == 1:
         doubts.append(
             f"chunks is 1, so {workers} workers wait for each other and nothing is pipelined: give Pipe "
             f"chunks={4 * workers} or so, the number of micro-batches that a mini-batch is split into"
         )
+    elif settings.keep is not None:
+        schedule = assignment.complete(settings.chunks, settings.checkpoint, settings.keep, loss_outside=False)
+        if not offloaded(schedule):
+            doubts.append(
+                f"offload={settings.offload!r} moves nothing: no worker of {schedule.title} would hold less. Give each "
+                "device several partitions, such as schedule='interleaved-1f1b' with a longer balance, or leave "
+                "offload= out"
+            )
     if settings.deferred_batch_norm is None and settings.chunks > 1:
         doubts += filter(None, [doubt_about_statistics(module)])
     alone = settings.mesh is None and settings.devices is None and torch.distributed.is_available()

@@ -86,11 +86,11 @@ class Settings(LossSettings):
 
     def _check_offload(self) -> None:
         offload, schedule = self.offload, self.schedule
-        number = isinstance(offload, int) and not isinstance(offload, bool) and offload >= 0
+        number = isinstance(offload, int) and not isinstance(offload, bool) and offload >= 1
         if not (number or offload is False or offload == ACTIVATIONS):
             raise ValueError(
-                "offload is False, 'activations', or the number of the newest micro-batches that stay on the device of "
-                f"each stage: got {offload!r}"
+                "offload is False; 'activations', so that all of them move; or how many micro-batches, from 1 on, the "
+                f"newest, stay on the device for each stage: got {offload!r}"
             )
         scheduled = isinstance(schedule, Schedule) and "O" in schedule.kinds
         if self.keep is not None and scheduled:
@@ -123,10 +123,10 @@ class Settings(LossSettings):
 
     @property
     def keep(self) -> int | None:
-        """How many micro-batches stay on the device of each stage; None: all."""
+        """See `with_offload`; None: all micro-batches stay on the device."""
         if self.offload is False:
             return None
-        return 1 if self.offload == ACTIVATIONS else int(self.offload)
+        return 0 if self.offload == ACTIVATIONS else int(self.offload)
 
     @property
     def told(self) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def table(pipe: Pipe) -> str:
     here = dict(zip(pipe.stages, pipe.partitions, strict=True))
     sharded = any(is_over_processes(parameter) for partition in here.values() for parameter in partition.parameters())
     away = Counter(stage for stage, _ in offloaded(schedule))
-    more = [*(["bytes here"] if sharded else []), *(["offloads"] if away else [])]
+    offloads = bool(away) or pipe._executor.settings.keep is not None
+    more = [*(["bytes here"] if sharded else []), *(["offloads"] if offloads else [])]
     rows = [("partition", "device", f"{what}s", "parameters", "bytes", *more)]
     for number, layers in enumerate(pipe.balance):
         worker = schedule.placement[number]
@@ -49,7 +50,7 @@ def table(pipe: Pipe) -> str:
             elsewhere = f"({layers})" if attached is None else attached.spans[number].ends
             rows.append((str(number), device, elsewhere, *(["-"] * (len(rows[0]) - 3))))
             continue
-        offloads = [f"{away[number]} of {schedule.micro_batches}"] if away else []
+        moved = [f"{away[number]} of {schedule.micro_batches}"] if offloads else []
         parameters, names = list(here[number].parameters()), list(here[number]._modules)
         layers_here = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
         if attached is not None:
@@ -57,7 +58,7 @@ def table(pipe: Pipe) -> str:
         sizes = [sum(each.nbytes for each in parameters)]
         sizes += [sum(local_part(each).nbytes for each in parameters)] if sharded else []
         count = sum(each.numel() for each in parameters)
-        rows.append((str(number), device, layers_here, f"{count:,}", *map(readable_bytes, sizes), *offloads))
+        rows.append((str(number), device, layers_here, f"{count:,}", *map(readable_bytes, sizes), *moved))
     how = pipe._executor.settings.graph_names
     graphs = f"graphs {', '.join(sorted(how - {'on'}) or how)}, " if how else ""
     plan = pipe._executor.settings.plan

@@ -34,7 +34,7 @@ class Setting:
     keep: int | None = None
 
     def __str__(self) -> str:
-        offload = "" if self.keep is None else f", offload={self.keep}"
+        offload = "" if self.keep is None else f", offload={self.keep or 'activations'}"
         return f"{self.schedule}, {self.stages} a worker, {self.checkpoint}{offload}"
 
 
@@ -66,7 +66,7 @@ def measure(setting: Setting, width: int, tokens: int, chunks: int) -> Peaks:
         stages = WORKERS * each.stages
         return Pipe(
             layers, chunks, each.checkpoint, schedule=each.schedule, loss_fn=F.mse_loss, devices=["cpu"] * WORKERS,
-            balance=[BLOCKS // stages] * stages, offload=False if each.keep is None else each.keep,
+            balance=[BLOCKS // stages] * stages, offload=False if each.keep is None else each.keep or "activations",
         )  # fmt: skip
 
     def gradients(pipe: Pipe) -> list[torch.Tensor]:

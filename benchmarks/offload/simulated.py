@@ -47,7 +47,7 @@ class Choice:
         if self.checkpoint != "never":
             parts.append(f"checkpoint={self.checkpoint}")
         if self.keep is not None:
-            parts.append(f"offload={self.keep}")
+            parts.append(f"offload={self.keep or 'activations'}")
         return ", ".join(parts)
 
 

@@ -52,7 +52,7 @@ def refuse_too_little_host_memory(wanted: float) -> None:
         sizes = memory_text(wanted, "bytes"), memory_text(free, "bytes")
         raise MemoryError(
             f"activations need {sizes[0]} of host memory, and {sizes[1]} are free: let more micro-batches stay on the "
-            "devices (offload=2 or more), recompute them (checkpoint='always'), or make them smaller (more chunks)"
+            "devices (offload=1 or more), recompute them (checkpoint='always'), or make them smaller (more chunks)"
         )
 
 

@@ -44,7 +44,7 @@ def reserved(pipe: Pipe) -> int:
 
 @pytest.mark.parametrize(
     ("way", "checkpoint", "name", "keep", "balance", "rows", "dtype"),
-    sampled(NAMES, CHECKPOINT_MODES, MODELS, ("activations", 0, 2), BALANCES[1:], ROWS, DTYPES, each=2, whole=1),
+    sampled(NAMES, CHECKPOINT_MODES, MODELS, ("activations", 1, 2), BALANCES[1:], ROWS, DTYPES, each=2, whole=1),
     indirect=["way"],
 )
 def test_every_model(
@@ -148,7 +148,7 @@ class Block(nn.Linear):
 @pytest.mark.parametrize("way", ["1f1b"], indirect=True)
 def test_compiled_layers(way: Way, assert_trained_alike: Callable[..., None]) -> None:
     plain = nn.Sequential(*(nn.Sequential(Block(6, 6), nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
-    pipe = way.pipe(plain, CHUNKS, "never", balance=[1, 1, 1, 1], offload=0)
+    pipe = way.pipe(plain, CHUNKS, "never", balance=[1, 1, 1, 1], offload="activations")
     for layer in pipe:
         layer.compile(backend="aot_eager")
     assert_trained_alike(plain, pipe, [vectors(8), vectors(8)], way=way)
@@ -303,9 +303,9 @@ def test_a_saved_tensor_that_is_changed_in_place_is_an_error(later: int) -> None
 
 
 @pytest.mark.one_process("no pipe is made")
-@pytest.mark.parametrize("offload", [True, -1, 1.5, "all", None])
+@pytest.mark.parametrize("offload", [True, -1, 0, 1.5, "all", None])
 def test_other_values_are_refused(offload: Any) -> None:
-    with pytest.raises(ValueError, match=f"offload is False, 'activations', or the number .*: got {offload!r}"):
+    with pytest.raises(ValueError, match=f"offload is False; 'activations', so .* for each stage: got {offload!r}"):
         Pipe(odd(), offload=offload)
 
 
@@ -337,3 +337,11 @@ def test_a_recording_shows_copies_and_the_memory_that_is_left(checkpoint: str) -
         assert held.get("1O0", 0) < held["1F0"] == held.get("1L0", held["1F0"])
         peaks.append(max(each.memory for each in line.intervals if each.worker == 1))
     assert peaks[0] < peaks[1] or checkpoint == "always"
+
+
+@pytest.mark.one_process("no mini-batch is trained")
+def test_a_pipe_in_which_nothing_moves_says_so() -> None:
+    options: Any = {"schedule": "1f1b", "loss_fn": distance, "devices": ["cpu"] * 2, "offload": "activations"}
+    with pytest.warns(UserWarning, match="offload='activations' moves nothing: no worker of 1f1b, 2 workers"):
+        pipe = Pipe(odd(), CHUNKS, "never", balance=[3, 3], **options)
+    assert "0 of 4" in str(pipe)

@@ -32,7 +32,7 @@ def test_what_is_free_is_the_least_of_all_limits(tmp_path: Path, files: dict[str
 
 def test_a_pipe_says_at_its_first_step_that_the_host_has_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    pipe = Pipe(layers, 8, "never", devices=["cpu"], offload="activations", loss_fn=nn.functional.mse_loss)
+    pipe = Pipe(layers, 8, "never", devices=["cpu"], offload=1, loss_fn=nn.functional.mse_loss)
     x = torch.zeros(80, 4)
     # Seven of eight go, each with two tensors of 160 bytes, for which there is a buffer of 1024.
     monkeypatch.setattr("pipework.runtime.free_memory.free_host_memory", lambda: 7 * 1024 - 1)
