@@ -22,7 +22,6 @@ from pipework.model.sequential import tuple_rule
 from pipework.runtime.random.streams import draw_key
 from pipework.runtime.random.unseen_draws import generators_given_up
 from pipework.runtime.stage.execution_views import refuse_shared_statistics
-from pipework.schedule.edges import offloaded
 from pipework.settings import Settings
 from pipework.skip.layout import verify_skippables
 from pipework.timeline import Recording
@@ -593,13 +592,7 @@ def _warn_of_doubts(module: nn.Module, assignment: Assignment, settings: Setting
             f"chunks={4 * workers} or so, the number of micro-batches that a mini-batch is split into"
         )
     elif settings.keep is not None:
-        schedule = assignment.complete(settings.chunks, settings.checkpoint, settings.keep, loss_outside=False)
-        if not offloaded(schedule):
-            doubts.append(
-                f"offload={settings.offload!r} moves nothing: no worker of {schedule.title} would hold less. Give each "
-                "device several partitions, such as schedule='interleaved-1f1b' with a longer balance, or leave "
-                "offload= out"
-            )
+        doubts += filter(None, [assignment.doubt_about_offload(settings.chunks, settings.checkpoint, settings.keep)])
     if settings.deferred_batch_norm is None and settings.chunks > 1:
         doubts += filter(None, [doubt_about_statistics(module)])
     alone = settings.mesh is None and settings.devices is None and torch.distributed.is_available()

@@ -31,7 +31,7 @@ from pipework.schedule import (
     with_recompute,
     without_recompute,
 )
-from pipework.schedule.edges import recomputed
+from pipework.schedule.edges import offloaded, recomputed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,6 +106,16 @@ class Assignment:
             count = checkpointed_micro_batches(checkpoint, micro_batches)
             made = with_recompute(self.schedule(micro_batches), count, loss_outside=loss_outside)
         return made if keep is None else with_offload(made, keep=keep, loss_outside=loss_outside)
+
+    def doubt_about_offload(self, micro_batches: int, checkpoint: str, keep: int) -> str | None:
+        """What `offload=` is to be told if nothing moves; the arguments are those of `complete`."""
+        schedule = self.complete(micro_batches, checkpoint, keep, loss_outside=False)
+        if offloaded(schedule):
+            return None
+        return (
+            f"offload= moves nothing: no worker of {schedule.title} would hold less. Give each device several "
+            "partitions (schedule='interleaved-1f1b' and a longer balance), or leave offload= out"
+        )
 
     def loss_may_be_outside(self, micro_batches: int) -> bool:
         """Whether all forwards come before all backwards."""
