@@ -245,11 +245,12 @@ def memory_key(tensor: Tensor) -> int | None:
         >>> memory_key(x) == memory_key(x[1:]), memory_key(x.to_sparse())
         (True, None)
     """
-    storage = _storage_of(tensor)
+    storage = storage_of(tensor)
     return None if storage is None else storage_key(storage)
 
 
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor; None: it has none of its own, as sparse and nested tensors."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -269,12 +270,14 @@ def is_held_elsewhere(tensor: Tensor) -> bool:
         >>> is_held_elsewhere(x), is_held_elsewhere(x[1:]), is_held_elsewhere(x.to_sparse())
         (False, True, False)
     """
-    storage = _storage_of(tensor)  # its Python object must live while uses are counted
+    storage = storage_of(tensor)  # its Python object must live while uses are counted
     return storage is not None and torch._C._storage_Use_Count(storage._cdata) > _OWN_USES
 
 
 def is_only_use(storage: torch.UntypedStorage) -> bool:
-    """Whether no tensor, and nothing else but this object, has a memory.
+    """Whether no tensor has a memory, but only this Python object, of which PyTorch makes one for each storage.
+
+    Several may refer to the object, such as the packed tensors of two graphs: these do not count.
 
     Example:
         >>> x = torch.zeros(3)

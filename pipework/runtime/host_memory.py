@@ -160,7 +160,8 @@ class Stored:
 
     def __init__(self, host: HostMemory, sizes: list[int]) -> None:
         self._host, self.sizes = host, sizes
-        self._buffers = list(map(host.take, buffer_sizes(sizes)))
+        self._buffers: list[Tensor] = []
+        self._buffers.extend(map(host.take, buffer_sizes(sizes)))  # `__del__` gives back also what came before an error
 
     def __del__(self) -> None:
         self._host.give(self._buffers)

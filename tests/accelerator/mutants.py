@@ -29,6 +29,7 @@ CALLS = {
     "hold.move",
     "self.generator.set",
     "self.set",
+    "self._host.release",
     "put_state",
     "stream.keep_state_on",
     "set_stream",
@@ -36,6 +37,10 @@ CALLS = {
     "wait_event",
     "wait_for_caller",
     "wait_stream",
+}
+REPLACED = {
+    # The buffers are free when the L starts, and not when it has ended.
+    "self._coming[action[2]] = (stored, event)": "self._coming[action[2]] = (None, event)",
 }
 ENTERED = {"stream", "hold", "self._hold"}  # other contexts have nothing to do with devices
 FOLDERS = ("autograd", "model", "runtime")
@@ -81,13 +86,16 @@ class Mutant:
 
 
 class Remove(ast.NodeTransformer):
-    """Puts `pass` in the place of the statement in a line, or its body in the place of a `with`."""
+    """Puts `pass` in the place of the statement in a line, its body in that of a `with`, and what `REPLACED` has."""
 
     def __init__(self, line: int) -> None:
         self._line = line
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         return ast.copy_location(ast.Pass(), node) if node.lineno == self._line else node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        return ast.parse(REPLACED[ast.unparse(node)]).body[0] if node.lineno == self._line else node
 
     def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
         return node.body if node.lineno == self._line else self.generic_visit(node)
@@ -107,6 +115,8 @@ def _named(statement: ast.AST) -> str | None:
     if isinstance(statement, ast.With):
         entered = [ast.unparse(item) for item in statement.items]
         return f"with {entered[0]}" if len(entered) == 1 and entered[0] in ENTERED else None
+    if isinstance(statement, ast.Assign):
+        return text if (text := ast.unparse(statement)) in REPLACED else None
     if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
         return None
     function = statement.value.func

@@ -16,6 +16,7 @@ from pipework.runtime.graphs import captured_steps
 from pipework.runtime.random import unseen_draws
 from pipework.runtime.random.kernels import DeviceGenerator
 from pipework.runtime.random.shards import drawing_for_shard
+from pipework.schedule import Schedule, from_csv
 from tests.accelerator.gate import closed_gate, wait_at
 from tests.runtime.graphs.recorded import RecordedGraphs
 
@@ -151,7 +152,7 @@ def model(dropout: float = 0.3) -> nn.Sequential:
 
 def train(
     devices: Sequence[str],
-    schedule: str,
+    schedule: str | Schedule,
     checkpoint: str,
     *,
     inside: bool = True,
@@ -191,6 +192,12 @@ def train(
         optimizer.zero_grad()
         del loss
     return [*results, *(buffer.clone() for buffer in pipe.buffers())]
+
+
+def with_early_loads(stages: int) -> Schedule:
+    """Each L follows its O, which may be under way, and each O follows an L, whose buffers it must not use yet."""
+    order = ["F0", "F1", "F2", "F3", "O0", "L0", "O1", "L1", "O2", "L2", "O3", "L3", "B0", "B1", "B2", "B3"]
+    return from_csv("\n".join(",".join(f"{stage}{each}" for each in order) for stage in range(stages)), name="own")
 
 
 def call_on_own_streams(devices: Sequence[str]) -> list[Tensor]:
@@ -489,6 +496,9 @@ SCENARIOS: dict[str, Callable[[], list[Tensor]]] = {
     "an optimizer on the host": step_on_the_host,
     "activations on the host, loss outside": lambda: train(
         ["sim:0", "sim:1"], "gpipe", "never", inside=False, offload="activations"
+    ),
+    "buffers that are used again, and loads of what is still on its way": lambda: train(
+        ["sim:0", "sim:1"], with_early_loads(2), "never"
     ),
     "inputs on the host": lambda: train(["sim:0", "sim:1"], "gpipe", "always", offload="activations"),
     "a failure": lambda: fail(["sim:0", "sim:1"]),

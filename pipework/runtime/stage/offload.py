@@ -55,15 +55,17 @@ class Saved:
     """A tensor without its memory.
 
     Args:
-        tensor: which can be moved, see `can_move`.
+        tensor: which can be moved, see `movable`.
         memory: of the tensor.
+        empty: of the tensor's type and device, without elements.
     """
 
     __slots__ = ("_expected", "_memory", "_version_counter", "_view")
 
-    def __init__(self, tensor: Tensor, memory: Memory) -> None:
+    def __init__(self, tensor: Tensor, memory: Memory, empty: Tensor) -> None:
         self._memory, self._view, self._expected = memory, MemoryView.of(tensor), torch_private.version(tensor)
-        self._version_counter = _emptied(tensor.detach())
+        self._version_counter = tensor.detach()
+        self._version_counter.data = empty
 
     def tensor(self) -> Tensor:
         """The tensor."""
@@ -96,6 +98,7 @@ class SavedTensors:
         self._device = device
         # Weak: what has been saved for a graph that is gone need not move. A memory keeps its storage, and so the key.
         self._memories: WeakValueDictionary[int, Memory] = WeakValueDictionary()
+        self._empty: dict[torch.dtype, Tensor] = {}
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -108,13 +111,20 @@ class SavedTensors:
             yield
 
     def _pack(self, tensor: Tensor) -> Any:
-        if can_move(tensor, self._device):
-            return Saved(tensor, self.memory_of(tensor))
+        storage = movable(tensor, self._device)
+        if storage is not None:
+            return Saved(tensor, self.memory_of(storage), self.empty(tensor.dtype))
         return tensor.detach(), -1 if tensor.is_inference() else torch_private.version(tensor)
 
-    def memory_of(self, tensor: Tensor) -> Memory:
-        """The memory of a tensor that can be moved."""
-        storage = tensor.untyped_storage()
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """A tensor without elements: always the same one, since its making costs as much as the rest of a `Saved`."""
+        found = self._empty.get(dtype)
+        if found is None:
+            found = self._empty[dtype] = torch.empty(0, dtype=dtype, device=self._device)
+        return found
+
+    def memory_of(self, storage: torch.UntypedStorage) -> Memory:
+        """The memory of a tensor that can be moved, see `movable`."""
         key = torch_private.storage_key(storage)
         memory = self._memories.get(key)
         if memory is None:
@@ -122,22 +132,28 @@ class SavedTensors:
         return memory
 
     def moving(self) -> list[Memory]:
-        """2: the memories that an O moves, when the forward is over: those that nothing but the graph uses."""
+        """2: the memories that an O moves, when the forward is over: those that nothing but graphs uses.
+
+        Graphs of two micro-batches may share a memory. Each O moves it, and the last one frees it.
+        """
         memories = [*self._memories.values()]
         return [each for each in memories if each.storage is not None and torch_private.is_only_use(each.storage)]
 
 
-def can_move(tensor: Tensor, device: torch.device) -> bool:
-    """Whether memory on this device can stand for a tensor, and another one can take its place."""
+def movable(tensor: Tensor, device: torch.device) -> torch.UntypedStorage | None:
+    """The storage of a tensor, if memory on this device can stand for the tensor, and other memory can take its place.
+
+    None: it cannot. A parameter, for example, stays.
+    """
     if type(tensor) is not Tensor or tensor.device != device or tensor.layout is not torch.strided:
-        return False
+        return None
     if tensor.is_quantized or tensor.is_inference():
-        return False
+        return None
     # Transforms have tensors without memory; and memory that PyTorch has not allocated may lie anywhere.
-    if torch_private.memory_key(tensor) is None:
-        return False
-    storage = tensor.untyped_storage()
-    return storage.nbytes() > 0 and not storage.data_ptr() % torch_private.ALIGNMENT
+    storage = torch_private.storage_of(tensor)
+    if storage is None or not storage.nbytes() or storage.data_ptr() % torch_private.ALIGNMENT:
+        return None
+    return storage
 
 
 def _unpack(packed: Any) -> Tensor:
@@ -152,12 +168,6 @@ def _unpack(packed: Any) -> Tensor:
 _unpack.may_be_called_twice = True  # type: ignore[attr-defined]
 
 
-def _emptied(tensor: Tensor) -> Tensor:
-    """The same tensor, without its memory; it keeps its version counter."""
-    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return tensor
-
-
 class Offload:
     """What one stage has in host memory, in one mini-batch.
 
@@ -169,7 +179,6 @@ class Offload:
 
     Attributes:
         graphs: as above.
-        moved: by micro-batch, the bytes that are on the host.
         ways: by kind of action, the stream that copies; None: there are no streams.
     """
 
@@ -179,7 +188,6 @@ class Offload:
         self._saved: dict[int, SavedTensors] = {}
         self._away: dict[int, tuple[Stored, list[Memory], list[tuple[Tensor, MemoryView, Memory]]]] = {}
         self._coming: dict[int, tuple[Stored, torch.Event | None]] = {}
-        self.moved: dict[int, int] = {}
         self.ways: Mapping[str, torch.Stream | None] = {"O": self._host.out, "L": self._host.back}
 
     def saving(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
@@ -192,16 +200,15 @@ class Offload:
         micro_batch, device = action[2], self._stage.device.device
         saved = self._saved.pop(micro_batch, None) or SavedTensors(device)
         inputs = [
-            (leaf, MemoryView.of(leaf), saved.memory_of(leaf))
+            (leaf, MemoryView.of(leaf), saved.memory_of(storage))
             for leaf in (self._kept.inputs(micro_batch) if self._stage.index else ())
-            if can_move(leaf, device)
+            if (storage := movable(leaf, device)) is not None
         ]
         for leaf, _, _ in inputs:
-            _emptied(leaf)
+            leaf.data = saved.empty(leaf.dtype)
         moving = saved.moving()
         _fill([each for each in inputs if each[2] not in moving])
         stored = self._host.store([each.storage for each in moving if each.storage is not None], self._at_once)
-        self.moved[micro_batch] = sum(stored.sizes)
         for memory in moving:
             memory.storage = None
         self._away[micro_batch] = stored, moving, [each for each in inputs if each[2] in moving]
@@ -226,8 +233,9 @@ class Offload:
 
     def change_of(self, action: Action) -> int:
         """The bytes by which an O or an L has changed what its micro-batch holds on the device."""
-        moved = self.moved.get(action[2], 0)
-        return -moved if action[0] == "O" else self.moved.pop(action[2], 0)
+        found = (self._away if action[0] == "O" else self._coming).get(action[2])
+        size = 0 if found is None else sum(found[0].sizes)
+        return -size if action[0] == "O" else size
 
     def arrive(self, action: Action) -> None:
         """B, I or R: begins when the copies are there. From now on the buffers may be used again."""
@@ -241,7 +249,7 @@ class Offload:
 
     def clear(self) -> None:
         """Drops everything, after a failure."""
-        for each in (self._saved, self._away, self._coming, self.moved):
+        for each in (self._saved, self._away, self._coming):
             each.clear()
 
 
