@@ -25,6 +25,7 @@ from pipework.distributed.health.failure_detector import ProcessCalls
 from pipework.distributed.store_prefix import attempt_prefix
 from pipework.distributed.transport.groups import NO_TIMEOUT, break_group
 from pipework.model.state_names import patterns_of, texts_of
+from pipework.runtime.free_memory import processes_on_host
 from pipework.schedule.argument_checks import positive_integers
 
 if TYPE_CHECKING:
@@ -341,7 +342,7 @@ def init(
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks % dp:
         raise ValueError(f"dp is {dp}, and there are {ranks} processes: wanted a number of replicas that divides them")
-    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    neighbours = processes_on_host(ranks)
     device = _own_device(int(os.environ.get("LOCAL_RANK", rank)), neighbours)
     own_job = not dist.is_initialized()
     if own_job:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipework.runtime.failure import add_note
+from pipework.runtime.free_memory import HostAccount
 from pipework.runtime.host_memory import HostMemory
 from pipework.runtime.random.kernels import device_generator
 from pipework.runtime.random.unseen_draws import UnseenDraws
@@ -34,21 +35,26 @@ if TYPE_CHECKING:
 class WorkerDevice:
     """The device of one worker; for an accelerator with the stream that the worker computes on.
 
+    Args:
+        device: as below.
+        account: of the workers of the process; None: there are no others.
+
     Attributes:
         device: PyTorch's name of it.
         stream: None: the device is the CPU.
         unseen_draws: what the worker knows of its layers; None on the CPU, where each worker has a generator.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, account: HostAccount | None = None) -> None:
         self.device = device
+        self._account = account or HostAccount()
         self.stream = torch.Stream(device) if is_accelerator(device) else None
         self.unseen_draws = None if self.stream is None else UnseenDraws(device_generator(device))
 
     @cached_property
     def host_memory(self) -> HostMemory:
         """Where activations of the worker's stages go for a while; made when the first ones go."""
-        return HostMemory(self.device, self.stream)
+        return HostMemory(self.device, self.stream, self._account)
 
     def begin_thread(self) -> None:
         """Called by a new thread of the worker."""

@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from pipework.runtime.device import WorkerDevice, link
+from pipework.runtime.free_memory import HostAccount
 from pipework.runtime.graphs.captured_steps import CapturedSteps
 from pipework.runtime.stage.execution_views import shared_modules
 from pipework.runtime.stage.stage import Stage
@@ -68,7 +69,8 @@ class Engine:
         self.one_thread = one_thread
         self.lock = threading.Lock()
         here = sorted({placement[index] for index in partitions})
-        self.devices = {worker: WorkerDevice(assignment.devices[worker]) for worker in here}
+        self.account = HostAccount()
+        self.devices = {worker: WorkerDevice(assignment.devices[worker], self.account) for worker in here}
         self.accelerators = [device for device in self.devices.values() if device.stream is not None]
         layers = {
             index: [(name, layer) for name, layer in partition._modules.items() if layer is not None]

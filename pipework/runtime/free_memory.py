@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from math import inf
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from pipework.schedule.draw.units import memory_text
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 # The limit of a container, what it has in use, and where it says how much of that is a cache of files.
 _CGROUPS: Final = (
@@ -39,21 +44,59 @@ def free_host_memory(root: Path = Path("/")) -> float:
     return max(0.0, min(found))
 
 
-def refuse_too_little_host_memory(wanted: float) -> None:
-    """Raises a MemoryError before pinned buffers of so many bytes are made, if the host has less.
+def processes_on_host(otherwise: int = 1) -> int:
+    """The number of processes that the launcher has started on this host.
 
-    Without it the system would end the process, and say nothing.
+    Args:
+        otherwise: the number if no launcher says it.
 
     Example:
-        >>> refuse_too_little_host_memory(4096)
+        >>> processes_on_host() > 0
+        True
     """
-    free = free_host_memory()
-    if wanted > free:
-        sizes = memory_text(wanted, "bytes"), memory_text(free, "bytes")
-        raise MemoryError(
-            f"activations need {sizes[0]} of host memory, and {sizes[1]} are free: let more micro-batches stay on the "
-            "devices (offload=1 or more), recompute them (checkpoint='always'), or make them smaller (more chunks)"
-        )
+    return int(os.environ.get("LOCAL_WORLD_SIZE", otherwise))
+
+
+class HostAccount:
+    """What the workers of a process have still to take of the memory of the host.
+
+    Workers take memory in small parts, so each one alone would find enough.
+
+    Attributes:
+        share: of what all processes on this host take, the part that this process takes.
+
+    Example:
+        >>> account = HostAccount()
+        >>> account.claim("worker 0", 4096)
+        >>> account.took("worker 0", 1024)
+    """
+
+    def __init__(self) -> None:
+        self.share = 1.0
+        self._lock = threading.Lock()
+        self._left: dict[Hashable, float] = {}
+
+    def claim(self, worker: Hashable, wanted: float) -> None:
+        """Before a worker takes the first part of so many bytes.
+
+        Raises:
+            MemoryError: the host has too little for all workers that have claimed memory. Without the error the system
+                would end the process, and say nothing.
+        """
+        with self._lock:
+            others = sum(size for other, size in self._left.items() if other != worker and size > 0)
+            whole, free = (wanted + others) / self.share, free_host_memory()
+            if whole > free:
+                raise MemoryError(
+                    f"activations need {memory_text(whole, 'bytes')} of host memory, and {memory_text(free, 'bytes')} "
+                    "are free: let more micro-batches stay on the devices (offload=1 or more), recompute them "
+                    "(checkpoint='always'), or make them smaller (more chunks)"
+                )
+            self._left[worker] = wanted
+
+    def took(self, worker: Hashable, size: int) -> None:
+        """After a worker has taken a part."""
+        self._left[worker] -= size
 
 
 def _number(file: Path, pattern: str) -> int | None:

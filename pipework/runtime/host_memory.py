@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from pipework.runtime.free_memory import refuse_too_little_host_memory
+from pipework.runtime.free_memory import HostAccount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,6 +46,7 @@ class HostMemory:
     Args:
         device: of the worker.
         compute: the stream on which the worker computes; None: the device is the CPU.
+        account: of all workers of the process.
 
     Attributes:
         out: the stream of copies to the host; None: there are no streams.
@@ -53,9 +54,10 @@ class HostMemory:
         leaving: the bytes of the device memory that 2 has not freed yet.
     """
 
-    def __init__(self, device: torch.device, compute: torch.Stream | None) -> None:
+    def __init__(self, device: torch.device, compute: torch.Stream | None, account: HostAccount) -> None:
         self._device = device
         self._compute = compute
+        self._account, self._name = account, id(self)  # the account would keep an object
         self.out = None if compute is None else torch.Stream(device)
         self.back = None if compute is None else torch.Stream(device)
         self._free: dict[int, list[Tensor]] = defaultdict(list)
@@ -76,13 +78,14 @@ class HostMemory:
             at_once: how many micro-batches will be on the host at the same time.
 
         Raises:
-            MemoryError: it is the first O, and the host has no memory for as many like this one.
+            MemoryError: it is the first O, and the host has too little for as many like this one, or for the workers
+                together.
         """
         self.release()
         sources = tuple(map(self._bytes_of, memories))
         sizes = [each.nbytes for each in sources]
         if not self._free:
-            refuse_too_little_host_memory(at_once * sum(buffer_sizes(sizes)))
+            self._account.claim(self._name, at_once * sum(buffer_sizes(sizes)))
         stored = Stored(self, sizes)
         self._leaving, self.leaving = sources, sum(sizes)
         if self._compute is not None and self.out is not None:
@@ -126,6 +129,7 @@ class HostMemory:
         free = self._free[size]
         if free:
             return free.pop()
+        self._account.took(self._name, size)
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._compute is not None)
 
     def give(self, buffers: Sequence[Tensor]) -> None:
@@ -148,7 +152,7 @@ class Stored:
         sizes: as above.
 
     Example:
-        >>> host = HostMemory(torch.device("cpu"), None)
+        >>> host = HostMemory(torch.device("cpu"), None, HostAccount())
         >>> stored = host.store([torch.arange(3).untyped_storage()])
         >>> memories, _ = host.load(stored)
         >>> torch.empty(0, dtype=torch.int64).set_(memories[0]), host.reserved

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pipework.runtime.free_memory import processes_on_host
 from pipework.schedule import (
     simulate,
     validate,
@@ -18,7 +19,7 @@ from pipework.schedule.host_peaks import host_peaks
 from pipework.schedule.passes.sharding import sharded_order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Set
+    from collections.abc import Collection, Iterable, Set
 
     from pipework.schedule import Action, Schedule
     from pipework.schedule.schedule import Orders
@@ -110,6 +111,16 @@ class Program:
         """For each worker, how many micro-batches of its stages are in host memory at the same time, at most."""
         each = [[1]] * self.schedule.stages
         return host_peaks(self.schedule, each, each)
+
+    def host_share(self, workers: Collection[int]) -> float:
+        """The part that a process with these workers has in what all processes on its host keep in host memory.
+
+        Nothing tells a process what others need. So its stages count as stages like the others, and its host as one
+        whose processes keep as many micro-batches as those of other hosts do on average.
+        """
+        own = sum(self.away_at_once[worker] for worker in workers)
+        average = sum(self.away_at_once) * len(workers) / self.schedule.workers
+        return own / max(1, own, average * processes_on_host())
 
     def _by_stage(self, pairs: Set[tuple[int, int]]) -> tuple[frozenset[int], ...]:
         return tuple(

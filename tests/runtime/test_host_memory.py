@@ -3,6 +3,7 @@ import torch
 from torch import UntypedStorage
 
 from pipework.runtime import host_memory
+from pipework.runtime.free_memory import HostAccount
 from pipework.runtime.host_memory import HostMemory
 
 
@@ -12,7 +13,7 @@ def storages(*sizes: int) -> list[UntypedStorage]:
 
 def test_memories_lie_over_several_buffers_which_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "LARGEST", 2048)
-    host = HostMemory(torch.device("cpu"), None)
+    host = HostMemory(torch.device("cpu"), None, HostAccount())
     for sizes in ((5000, 1, 512, 513, 2048), (2048, 3000, 7), (1,), ()):
         before = storages(*sizes)
         expected = [each.clone() for each in before]
@@ -29,7 +30,7 @@ def test_memories_lie_over_several_buffers_which_are_used_again(monkeypatch: pyt
 
 
 def test_as_many_buffers_are_kept_as_were_in_use_at_once() -> None:
-    host = HostMemory(torch.device("cpu"), None)
+    host = HostMemory(torch.device("cpu"), None, HostAccount())
     for count in (3, 1, 2, 3):
         all_at_once = [host.store(storages(600)) for _ in range(count)]
         assert host.reserved == 1024 * (3 - count)

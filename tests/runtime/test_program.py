@@ -4,10 +4,12 @@ from pipework.runtime.program import Program
 from pipework.schedule import (
     Action,
     Schedule,
+    build,
     fill_drain,
     forward_only,
     interleaved_1f1b,
     one_forward_one_backward,
+    with_offload,
     with_recompute,
 )
 
@@ -58,3 +60,12 @@ def test_across_processes_only_those_transfers_of_skips_are_there_on_which_somet
     program = Program.of(fill_drain(4, 1)).across([(0, 2), (0, 3), (3, 2), (2, 0)], reduces=False)
     far = {str(action) for order in program.whole for action in order if "@" in str(action)}
     assert far == {"0SEND_F0@2", "2RECV_F0@0", "0SEND_F0@3", "3RECV_F0@0", "2SEND_B0@0", "0RECV_B0@2"}
+
+
+def test_the_share_of_a_process_in_what_its_host_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program.of(with_offload(build("1f1b", workers=3, chunks=6)))
+    assert program.away_at_once == [3, 0, 0]
+    for processes, share in ((1, 1), (3, 1), (6, 0.5)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        assert [program.host_share([worker]) for worker in range(3)] == [share, 0, 0]
+        assert program.host_share(range(3)) == 1 / processes

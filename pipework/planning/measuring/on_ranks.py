@@ -20,6 +20,7 @@ from pipework.planning.measuring.links import device_kind
 from pipework.planning.plan import Plan
 from pipework.planning.request import make_request
 from pipework.planning.search import best_plans
+from pipework.runtime.free_memory import free_host_memory, processes_on_host
 from pipework.saving.collective import run_on_all_ranks
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def plan_on_ranks(
         nn.Sequential(*(nn.Identity() for _ in range(workers))), chunks=2, balance=[1] * workers, mesh=mesh
     )
     link = _slowest_link(pipe)
-    kinds = run_on_all_ranks(pipe.ranks, "name its device", lambda: kind, str).shared
+    own = kind, free_host_memory() / processes_on_host()
+    kinds, free = zip(*run_on_all_ranks(pipe.ranks, "name its device", lambda: own, list).shared, strict=True)
     if len({*kinds}) > 1:
         raise ValueError(
             f"the ranks have devices of several kinds, {', '.join(sorted({*kinds}))}: profile the layers on each kind, "
@@ -76,7 +78,8 @@ def plan_on_ranks(
         if pipe.ranks.rank:
             return ""
         whole = replace(measure(device, workers), devices={}, links={(kind, kind): link})
-        request = replace(make_request(whole, [kind] * workers, memory, **options), keeps_order=True)
+        request = make_request(whole, [kind] * workers, memory, **options)
+        request = replace(request, keeps_order=True, host_memory=sum(free))
         return best_plans(request, budget, report)[0].to_json()
 
     text = run_on_all_ranks(pipe.ranks, "make a plan", planned, str).shared[0]

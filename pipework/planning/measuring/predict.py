@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from pipework.planning.measuring.sample_batch import largest_sample
 from pipework.planning.measuring.stage_copy import measure_stages
 from pipework.planning.measuring.storage_meter import optimizer_bytes
 from pipework.runtime.device import is_accelerator
+from pipework.runtime.free_memory import free_host_memory
 from pipework.runtime.host_memory import buffer_sizes
 from pipework.runtime.host_optimizer import HostOptimizer
 from pipework.schedule import Costs, simulate
@@ -77,6 +79,7 @@ class Prediction:
             messages, temporary tensors, and what the optimizer's step needs.
         host_bytes: of the buffers that each worker has in the memory of the host, for activations that go there, and of
             the state of a `HostOptimizer`.
+        host_free: bytes of host memory that were free at the time of the prediction; `print` says if they are too few.
     """
 
     devices: tuple[torch.device, ...]
@@ -85,6 +88,7 @@ class Prediction:
     simulation: Simulation
     device_bytes: Mapping[torch.device, int] = field(default_factory=dict)
     host_bytes: tuple[int, ...] = ()
+    host_free: float = inf
 
     @property
     def seconds(self) -> float:
@@ -118,7 +122,8 @@ class Prediction:
             f"at most {at_once} at once",
         ]
         if any(self.host_bytes):
-            lines.append(f"in host memory: {readable_bytes(sum(self.host_bytes))}")
+            few = f"; {readable_bytes(self.host_free)} are free now" if sum(self.host_bytes) > self.host_free else ""
+            lines.append(f"in host memory: {readable_bytes(sum(self.host_bytes))}{few}")
         return "\n".join(lines)
 
 
@@ -212,7 +217,9 @@ def predict_step(
         peaks[device] = fixed + (peak + after if graphs else max(peak, after))
     peaks[devices[0]] += sum(map(bytes_of, split.tensors))
     peaks[devices[-1]] += sum(of_targets)
-    return Prediction(tuple(devices), tuple(stages), simulation.costs, simulation, peaks, tuple(host))
+    return Prediction(
+        tuple(devices), tuple(stages), simulation.costs, simulation, peaks, tuple(host), free_host_memory()
+    )
 
 
 def _stage_bytes(partition: nn.Sequential, activations: int, *, graphs: bool) -> StageBytes:
