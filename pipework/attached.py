@@ -231,8 +231,8 @@ def attach(
         if check and mesh is None:
             check_parts(cuttable, layers, before)
             ignored = _check_rows(cuttable, sample, settings, forward, place, layout)
-            if place is not None and ignored is not None:
-                settings = replace(settings, loss_fn=replace(place, ignore_index=ignored))
+            if place is not None and ignored:
+                settings = replace(settings, loss_fn=replace(place, left_out=(*place.left_out, *ignored)))
         # 4. A pipe of the parts is made, and the model's forward runs in it.
         pipe = Pipe(layers, **vars(settings) | {"balance": [1] * len(layers), "plan": None})
         pipe._executor.settings = replace(pipe._executor.settings, plan=plan)  # the plan is of units
@@ -327,11 +327,11 @@ def _check_rows(
     forward: ForwardArguments,
     place: LossPlace | None,
     layout: Layout,
-) -> int | None:
+) -> tuple[int, ...]:
     """Compares loss and outputs of a few rows, or of what `split=` makes of the sample, with those of the pipe.
 
     Returns:
-        The target that the model's own loss leaves out, if the pipe does not know it; None: none was found.
+        The targets that the model's own loss leaves out, if the pipe does not know them; see `left_out`.
     """
     kind, rows = "row", []
     if settings.split is None:
@@ -350,7 +350,7 @@ def _check_rows(
 
         weighed = Weighed(str(forward.target), place.read, *weighs, argument_of, forward.with_arguments)
     check_rows(cuttable, rows, kind, weighed, layout.outputs)
-    return None if weighed is None or kind != "row" else left_out(cuttable, rows, weighed)
+    return () if weighed is None or kind != "row" else left_out(cuttable, rows, weighed)
 
 
 def _leave_to_others(model: nn.Module, pipe: Pipe, layers: nn.Sequential, cuttable: Cuttable) -> None:

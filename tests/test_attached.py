@@ -611,10 +611,24 @@ class Tokens(Named):
         return nn.functional.cross_entropy(x.transpose(1, 2), labels, ignore_index=self.ignored)
 
 
-@pytest.mark.parametrize("ignored", [-1, 0])
-def test_padding_is_told_by_what_the_models_own_loss_leaves_out(ignored: int) -> None:
-    model, x = Tokens(ignored), torch.randn(8, 4, WIDTH)
-    labels = 1 + torch.arange(32).reshape(8, 4) % (WIDTH - 1)
+class HandMasked(Tokens):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        losses = nn.functional.cross_entropy(x.transpose(1, 2), labels, reduction="none")
+        counts = labels != self.ignored
+        return (losses * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ignored", "padded"),
+    [(Tokens, -1, 0), (Tokens, 0, 0), *((Tokens, value, 2) for value in (-100, -1, 0, 2, 5)), (HandMasked, 0, 2)],
+)
+def test_padding_is_told_by_what_the_models_own_loss_leaves_out(kind: Any, ignored: int, padded: int) -> None:
+    model, x = kind(ignored), torch.randn(8, 4, WIDTH)
+    labels = 1 + (torch.arange(8)[:, None] + torch.arange(4)) % 4
+    labels[labels == ignored] = 5
+    labels[:, 4 - padded :] = ignored  # equally many in each row
     attach(model, {"x": x[:2], "labels": labels[:2]}, chunks=4, devices=["cpu"] * 2)
     model(x, labels)
     labels[3:5, 1:] = ignored

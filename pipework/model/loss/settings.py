@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat
@@ -324,8 +325,9 @@ class LossSettings:
         what, give = "loss_fn is a function of its own", "Give"
         if (own := getattr(function, "pipework_source", None)) is not None:
             what, give = f"{own} is not looked into", "Attach the pipe (after `del model.forward`) with"
-        ignored = bound.get("ignore_index", getattr(function, "ignore_index", IGNORED))
-        for column in zip(*(tensors for tensors, _ in targets), strict=False):
+        one = bound.get("ignore_index", getattr(function, "ignore_index", IGNORED))
+        columns = zip(*(tensors for tensors, _ in targets), strict=False)
+        for column, ignored in itertools.product(columns, getattr(function, "left_out", (one,))):
             plain = all(type(each) is torch.Tensor and each.dtype is torch.int64 for each in column)
             if plain and (waits or all(each.is_cpu for each in column)):
                 there = torch.cat([each.flatten() for each in column]) == ignored  # once: this is done in each step

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pipework.model.parts.side_effects import Attributes
 
 _FACTORS: Final = (1.0, 0.25, 0.5)
+_LEFT_OUT: Final = frozenset([-100, -1, 0])  # the classes that losses usually leave out; the first is PyTorch's
 
 
 def check_parts(cuttable: Cuttable, layers: nn.Sequential, before: Attributes) -> None:
@@ -198,10 +200,15 @@ def check_rows(
         )
 
 
-def left_out(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed) -> int | None:
-    """The class that the model's own loss leaves out, where the pipe weighs rows; None: none of the usual ones.
+def left_out(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed) -> tuple[int, ...]:
+    """The classes that the model's own loss leaves out beside -100, among the usual ones and those of the sample.
 
-    It stands in the second half of the last row then. If it is left out, the loss is no mean over rows any more.
+    Each is tried where the pipe weighs rows: it stands in the second half of the last row then. If it is left out, the
+    loss is no mean over rows any more. Of which rows have unequally many, `check_rows` has shown that it counts. What
+    may be left out makes place for such a class, so that what is tried never stands for another that is left out:
+
+        sample    5 3 2 0    7 5 4 0    5 may count or not, and 0
+        with 0    3 3 2 3    7 3 0 0    no mean over rows if 0 is left out
 
     Args:
         cuttable: of the model.
@@ -209,11 +216,23 @@ def left_out(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed) ->
         weighed: what the pipe does with the model's losses.
     """
     whole, *own = (weighed.argument_of(each, weighed.target) for each in (cuttable.sample, *rows))
-    classes = isinstance(whole, Tensor) and whole.dtype is torch.int64 and whole.dim() > 1
+    classes = isinstance(whole, Tensor) and whole.dtype is torch.int64 and whole.dim() > 1 and whole.numel()
     if not classes or not own or not runs_here(cuttable) or weighed.weight is not None or weighed.reduction == "sum":
-        return None
-    half = own[-1].shape[-1] // 2
-    for value in (-1, 0) if whole.is_cpu else (0,):  # an accelerator does not survive -1 where it is no class
+        return ()
+    counts = [Counter(each.flatten().tolist()) for each in own]
+    equal = [value for value in counts[0] if len({each[value] for each in counts}) == 1]
+    counted = sorted(value for value in set().union(*counts) - set(equal) if value >= 0)
+    usual = {-1, 0} if whole.is_cpu else {0}  # an accelerator does not survive -1 where it is no class
+    often = [min(equal), max(equal), max(equal, key=counts[0].__getitem__)] if equal else []
+    tried = {*usual, *often} - {*counted, -100}
+    doubtful = _LEFT_OUT.union(equal if counted else often)
+    other = next(iter(counted or sorted(set(equal) - doubtful) or sorted(set(equal) - _LEFT_OUT)), None)
+    if other is None:
+        return ()
+    places = torch.tensor(sorted(doubtful - {other}), device=whole.device)
+    own = [each.masked_fill(torch.isin(each, places), other) for each in own]
+    half, found = own[-1].shape[-1] // 2, []
+    for value in sorted(tried):
         last = torch.cat([own[-1][..., :half], torch.full_like(own[-1][..., half:], value)], -1)
         changed = [torch.cat([*own[:-1], last]), *own[:-1], last]
         every = zip((cuttable.sample, *rows), changed, strict=True)
@@ -222,8 +241,8 @@ def left_out(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed) ->
             loss, *losses = (float(weighed.loss_of(each)) for each in results)
             combined = sum(weight * each for weight, each in zip(weighed.of(rows), losses, strict=True))
             if math.isfinite(loss) and not _close(loss, combined, _precision(cuttable, results[0])):
-                return value
-    return None
+                found.append(value)
+    return tuple(found)
 
 
 def _mixed(result: Any, results: Sequence[Any], dims: Mapping[str, int], precision: float) -> list[str]:

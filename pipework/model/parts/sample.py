@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -96,11 +96,11 @@ class LossPlace:
 
     Attributes:
         key: "loss" or 0; None: the result is the loss.
-        ignore_index: the target that it leaves out, if there is padding.
+        left_out: the targets that it may leave out, such as padding.
     """
 
     key: str | int | None
-    ignore_index: int = -100
+    left_out: tuple[int, ...] = field(default=(-100,), repr=False)
     pipework_source: ClassVar[str] = "the model's own loss"  # what messages call it
 
     @classmethod
