@@ -295,7 +295,7 @@ class MemoryView(NamedTuple):
 
     Example:
         >>> x = torch.arange(6).view(2, 3)[:, 1:]
-        >>> MemoryView.of(x).on(x.untyped_storage())
+        >>> MemoryView.of(x).on(x.untyped_storage(), x.new_empty(0))
         tensor([[1, 2],
                 [4, 5]])
     """
@@ -310,13 +310,12 @@ class MemoryView(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> MemoryView:
         """The view of a tensor that is strided."""
-        bits = tensor.is_conj(), tensor.is_neg()
-        return cls(tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), *bits)
+        offset, shape, strides = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return cls(tensor.dtype, offset, shape, strides, tensor.is_conj(), tensor.is_neg())
 
-    def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """A tensor that reads this memory so."""
-        same = torch.empty(0, dtype=self.dtype, device=storage.device)
-        same.set_(storage, self.offset, self.shape, self.strides)
+    def on(self, storage: torch.UntypedStorage, empty: Tensor) -> Tensor:
+        """A tensor that reads this memory so; it is made of an empty one."""
+        same = empty.data.set_(storage, self.offset, self.shape, self.strides)
         same = same.conj() if self.is_conj else same
         return torch._neg_view(same) if self.is_neg else same
 
@@ -333,7 +332,7 @@ def unowned(tensor: Tensor) -> Tensor:
     require("torch", "_C._construct_storage_from_data_pointer")
     own = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(own.data_ptr(), tensor.device, own.nbytes())
-    return MemoryView.of(tensor).on(storage)  # type: ignore[arg-type]
+    return MemoryView.of(tensor).on(storage, torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # type: ignore[arg-type]
 
 
 viewed: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")

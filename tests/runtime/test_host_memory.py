@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 from torch import UntypedStorage
@@ -27,6 +29,15 @@ def test_memories_lie_over_several_buffers_which_are_used_again(monkeypatch: pyt
         assert host.reserved == 2048 * 4 + 1024 + 512 * (len(sizes) == 1 or not sizes)
     host.release()
     assert host.leaving == 0
+
+
+def test_buffers_before_one_for_which_there_is_no_memory_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = HostMemory(torch.device("cpu"), None)
+    monkeypatch.setattr(host_memory, "buffer_sizes", lambda _: [1024, -1])
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        host.store(storages(2000))
+    gc.collect()  # the error has the frames
+    assert host.reserved == 1024
 
 
 def test_as_many_buffers_are_kept_as_were_in_use_at_once() -> None:

@@ -76,7 +76,7 @@ class Saved:
                 "memory (offload=), and is needed before the pipe's own backward: leave offload= out"
             )
         tensor = self._version_counter.detach()
-        tensor.data = self._view.on(self._memory.storage)
+        tensor.data = self._view.on(self._memory.storage, self._version_counter)
         return tensor
 
 
@@ -257,4 +257,4 @@ def _fill(inputs: list[tuple[Tensor, MemoryView, Memory]]) -> None:
     """Gives tensors that were emptied their memory again."""
     for leaf, view, memory in inputs:
         assert memory.storage is not None
-        leaf.data = view.on(memory.storage)
+        leaf.data = view.on(memory.storage, leaf)
