@@ -6,6 +6,7 @@
     B   4 autograd asks for a saved tensor: a view of its memory, with the strides and the alignment that it had
 
 Memory that a layer, another stage or the caller uses, too, would not be freed: it stays, as parameters and buffers do.
+What graphs of several micro-batches have saved moves with each of them, and is freed when no graph has it any more.
 So nobody can change what is on its way. Between 1 and 4 each tensor has the version counter that it had, so a change in
 place is PyTorch's usual error.
 
