@@ -30,6 +30,7 @@ CALLS = {
     "self.generator.set",
     "self.set",
     "self._host.release",
+    "self.release",
     "put_state",
     "stream.keep_state_on",
     "set_stream",
