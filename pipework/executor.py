@@ -49,7 +49,7 @@ from pipework.signatures import positional_names
 from pipework.skip.layout import skip_edges, verify_skippables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -160,7 +160,7 @@ class Executor:
             batch.cut_as(call.rows, call.micro_batches, call.given)
 
         # 3. The schedule is looked up, the targets are cut likewise, and the losses get their weights.
-        program = self._program_for(call, len(batch.rows))
+        program = self._program_for(call, len(batch.rows), keyword_inputs)
         if call.has_target:
             own_target = cut_target if self._backend.is_last else None
             loss = self._weigh(
@@ -311,7 +311,7 @@ class Executor:
         """The device of each stage."""
         return self._assignment.partitioning.devices
 
-    def _program_for(self, call: StepCall, micro_batches: int) -> Program:
+    def _program_for(self, call: StepCall, micro_batches: int, keyword_inputs: Mapping[str, Any]) -> Program:
         """The schedule for a call, which is refused if a target is missing, or what it is needed for is asked for."""
         settings, trains = self.settings, call.training and call.grad
         last = self._backend.rank_of(self._assignment.placement[-1])  # it reads the target
@@ -321,7 +321,8 @@ class Executor:
             if call.has_target:
                 return program
             if trains and not program.loss_may_be_outside:
-                raise settings.missing_target(program.schedule.name, call="{}({})".format(*self.call), reader=last)
+                how = "{}({})".format(*self.call)
+                raise settings.missing_target(program.schedule.name, call=how, reader=last, given=keyword_inputs)
             if trains and last is not None and not call.everywhere:
                 raise settings.outside_of_one_rank(last)
             if call.target_is_unread:
@@ -369,7 +370,8 @@ class Executor:
         mode, keep = self.settings.checkpoint, self.settings.keep
         program = self._program(len(batch.rows), mode, keep, inside=target is not None)
         if target is None and not program.loss_may_be_outside:
-            raise self.settings.missing_target(program.schedule.name, call=f"pipe.predict({self.call[1]})")
+            how = f"pipe.predict({self.call[1]})"
+            raise self.settings.missing_target(program.schedule.name, call=how, given=keyword_inputs)
         stages, split = list(self._partitions.values()), (batch, batch.targets, batch.loss)
         steps = self.engine_in_use().captured_steps if self.settings.graph_names and target is not None else None
         options["graphs"] = steps is not None and steps.is_on

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def planned(settings: Settings, module: nn.Sequential, *, usual: str = "gpipe") -> Settings:
-    """The settings with what a plan says: chunks, checkpoint, balance, devices and schedule.
+    """The settings with what a plan says: chunks, checkpoint, balance, devices, schedule and offload.
 
     The devices stay where they are given, for a plan that was made elsewhere. Where workers are processes, each has its
     own device, and the plan's are left out.
@@ -44,7 +44,8 @@ def planned(settings: Settings, module: nn.Sequential, *, usual: str = "gpipe") 
         )
     if not isinstance(module, nn.Sequential):
         raise not_sequential(module)
-    for name, default in {"chunks": 1, "checkpoint": "except_last", "balance": None, "schedule": usual}.items():
+    usually = {"chunks": 1, "checkpoint": "except_last", "balance": None, "schedule": usual, "offload": False}
+    for name, default in usually.items():
         if getattr(settings, name) != default:
             raise ValueError(f"{name}= is given beside plan=, which decides it: leave {name}= or plan= out")
     plan.check_model([layer_info(name, layer) for name, layer in named_layers(module)])

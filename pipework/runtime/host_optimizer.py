@@ -50,8 +50,8 @@ class HostOptimizer(Optimizer):
         optim: the optimizer that computes.
 
     Raises:
-        TypeError: the step of a parameter depends on other parameters, as in `torch.optim.LBFGS` or an optimizer that
-            clips gradients itself; or a parameter is a DTensor.
+        TypeError: no class is given; or the step of a parameter depends on other parameters, as in `torch.optim.LBFGS`
+            or an optimizer that clips gradients itself; or a parameter is a DTensor.
 
     Example:
         >>> from torch import nn
@@ -64,7 +64,14 @@ class HostOptimizer(Optimizer):
         device(type='cpu')
     """
 
-    def __init__(self, params: Any, optimizer_class: Callable[..., Optimizer], **options: Any) -> None:
+    def __init__(self, params: Any, optimizer_class: Any = None, **options: Any) -> None:
+        got = params if isinstance(params, Optimizer) else optimizer_class
+        if isinstance(got, Optimizer) or not callable(got):
+            what = f"an optimizer, {type(got).__name__}(...)" if isinstance(got, Optimizer) else f"{got!r}"
+            raise TypeError(
+                f"HostOptimizer makes the optimizer itself, and got {what} as optimizer_class: give it parameters, a "
+                "class such as torch.optim.AdamW, and options, HostOptimizer(parameters, torch.optim.AdamW, lr=1e-3)"
+            )
         self._begin(params, optimizer_class, options)
         for group in self.param_groups:
             _refuse_dependent(optimizer_class, group, options)
@@ -212,15 +219,20 @@ def _refuse_dependent(optimizer_class: Callable[..., Optimizer], group: Group, o
     plain = optimizer_class([{**settings, "params": together}], **options)
     own = HostOptimizer.__new__(HostOptimizer)
     own._begin([{**settings, "params": alone}], optimizer_class, options)
-    for step in range(3):
-        for number, parameter in enumerate(together + alone):
-            parameter.grad = torch.full((2, 2), 50.0 * (1 + step + number % 2))
-        plain.step()
-        own.step()
-    if not all(map(torch.equal, together, alone)):
+    why = "the step uses a norm, a count or an estimate over several parameters, or random numbers"
+    is_same = False
+    try:
+        for step in range(3):
+            for number, parameter in enumerate(together + alone):
+                parameter.grad = torch.full((2, 2), 50.0 * (1 + step + number % 2))
+            plain.step()
+            own.step()
+        is_same = all(map(torch.equal, together, alone))
+    except TypeError as error:  # such as that of LBFGS, which computes the loss again
+        why = str(error)
+    if not is_same:
         raise TypeError(
             f"the step of {type(plain).__name__} with these options is another one if it runs parameter by parameter, "
-            "as HostOptimizer runs it: the step uses a norm, a count or an estimate over several parameters, or random "
-            "numbers. Take a class and options that treat each parameter on its own, such as torch.optim.AdamW, and "
-            "clip gradients before the step"
+            f"as HostOptimizer runs it: {why}. Take a class and options that treat each parameter on its own, such as "
+            "torch.optim.AdamW, and clip gradients before the step"
         )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _HINT = (
     "  pipe.predict says before a step what each device will hold; it is less with more chunks, schedule='1f1b', "
-    "checkpoint='always', no graphs=, or a balance that moves layers elsewhere"
+    "checkpoint='always', offload='activations', no graphs=, or a balance that moves layers elsewhere"
 )
 _COLUMNS = ("stage", "device", "weights", "gradients", "buffers", "micro-batches")
 

@@ -121,7 +121,7 @@ def test_the_devices_of_the_plan_are_those_of_the_pipe() -> None:
 
 def test_what_does_not_go_together_is_refused(measured: Profile) -> None:
     plan, two = planned(measured), ["cpu", "cpu"]
-    beside: dict[str, Any] = {"chunks": 8, "balance": [4, 4], "schedule": "1f1b", "checkpoint": "never"}
+    beside: dict[str, Any] = {"chunks": 8, "balance": [4, 4], "schedule": "1f1b", "checkpoint": "never", "offload": 2}
     for name, value in beside.items():
         with pytest.raises(
             ValueError, match=f"{name}= is given beside plan=, which decides it: leave {name}= or plan="

@@ -72,6 +72,8 @@ def test_a_missing_target_says_what_to_call() -> None:
         begin = "^schedule '1f1b' computes the loss inside and got no target: "
         with pytest.raises(ValueError, match=begin + wanted + r"\. For outputs alone use"):
             call()
+    with pytest.raises(ValueError, match="got no target, but labels=, which is an input by that name: call pipe"):
+        pipe(x, labels=x)
 
 
 @pytest.mark.parametrize(

@@ -218,10 +218,22 @@ class Remembers(torch.optim.SGD):
             self.state[parameter]["momentum_buffer"] = parameter.detach().clone()
 
 
-@pytest.mark.parametrize("kind", [Clips, Counts, partial(Remembers, momentum=0.9)])
+@pytest.mark.parametrize("kind", [Clips, Counts, partial(Remembers, momentum=0.9), torch.optim.LBFGS])
 def test_a_step_that_depends_on_more_than_its_parameter_is_refused(kind: Any) -> None:
     with pytest.raises(TypeError, match=r"the step of \w+ with these options is another one if it runs parameter by"):
         HostOptimizer(parameters(), kind, lr=0.1)
+
+
+def test_what_is_no_class_is_refused() -> None:
+    made = torch.optim.SGD(parameters(), lr=0.1)
+    for given, got in (
+        ((made,), r"an optimizer, SGD\(...\)"),
+        ((parameters(), made), "an optimizer, SGD"),
+        ((parameters(), "adamw"), "'adamw'"),
+        ((parameters(),), "None"),
+    ):
+        with pytest.raises(TypeError, match=f"got {got}.* as optimizer_class: give .* a class such as torch.optim"):
+            HostOptimizer(*given)
 
 
 def test_a_part_of_a_sharded_parameter_is_refused(tmp_path: Any) -> None:

@@ -25,7 +25,7 @@ from pipework.signatures import signature_of
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pipework.runtime.transport import Message
 
@@ -221,18 +221,22 @@ class LossSettings:
                 f"make loss_fn with reduction={self.loss_reduction!r}, or give Pipe the loss_reduction that it has"
             )
 
-    def missing_target(self, schedule: str, *, call: str, reader: int | None = None) -> ValueError:
+    def missing_target(
+        self, schedule: str, *, call: str, reader: int | None = None, given: Mapping[str, Any]
+    ) -> ValueError:
         """The error of a training step without a target, if the first backward comes before the last forward.
 
         Args:
             schedule: the name of the schedule.
             call: with a target, for the message.
             reader: if workers are processes, the rank that reads the target.
+            given: the keyword arguments of the call.
         """
+        other = ", but labels=, which is an input by that name" if given.get("labels") is not None else ""
         where = "" if reader is None else f" on every rank; {_not_there(reader)}"
         how = "give Pipe a loss_fn and call" if self.loss_fn is None else "call"
         return ValueError(
-            f"schedule {schedule!r} computes the loss inside and got no target: {how} {call}{where}. For "
+            f"schedule {schedule!r} computes the loss inside and got no target{other}: {how} {call}{where}. For "
             "outputs alone use torch.no_grad() or eval(); for a loss outside of the pipe choose schedule='gpipe'"
         )
 

@@ -66,7 +66,16 @@ class Cuttable:
         self._skeleton = Skeleton(model, self.units, self.adapter)
         self._refuse_hooks()
         self.sample = few_rows(sample) if has_rows else arguments_of(sample)
-        self.trace, self.result = self._traced()
+        try:
+            self.trace, self.result = self._traced()
+        except (TypeError, AttributeError) as error:
+            if not isinstance(sample, (list, str)):
+                raise
+            raise CannotCut(
+                f"the sample is a {type(sample).__name__}, which the forward of {type(model).__name__} got as its "
+                f"first argument, and failed ({error}): wanted a dict of keyword arguments, {{'x': x}}, "
+                "a tuple of positional ones, or a tensor"
+            ) from error
         self.results = {model.training: self.result}
         self.trace = self.trace.joined(self._traced_in_other_mode())
         self.groups = self._grouped()

@@ -17,7 +17,6 @@ from pipework.planning.measuring.links import measure_host_link
 from pipework.planning.measuring.sample_batch import largest_sample
 from pipework.planning.measuring.stage_copy import measure_stages
 from pipework.planning.measuring.storage_meter import optimizer_bytes
-from pipework.runtime.device import is_accelerator
 from pipework.runtime.free_memory import free_host_memory
 from pipework.runtime.host_memory import buffer_sizes
 from pipework.runtime.host_optimizer import HostOptimizer
@@ -158,6 +157,12 @@ def predict_step(
         known: costs that are known already, by their names in `Costs`. With those of forwards no time is measured.
         graphs: whether the actions are captured as graphs, whose memory nothing else uses between steps.
     """
+    if not (optimizer is None or isinstance(optimizer, (torch.optim.Optimizer, int, float))):
+        raise TypeError(
+            f"optimizer is {optimizer!r}: wanted an optimizer of the pipe's parameters, such as "
+            "HostOptimizer(pipe.parameters(), torch.optim.AdamW); or a number, how many numbers it keeps for each "
+            "parameter, such as 2 for Adam"
+        )
     known = known or {}
     split_stages, moves = schedule.split_stages, bool(offloaded(schedule))
     measured = measure_stages(
@@ -206,7 +211,7 @@ def predict_step(
     for device, peak in device_peaks(simulation.timeline, sizes, devices, outputs, statics, orders).items():
         own = [number for number, other in enumerate(devices) if other == device]
         states, step = optimizer_bytes(optimizer, [partitions[number].parameters() for number in own], device)
-        if isinstance(optimizer, HostOptimizer) and is_accelerator(device):
+        if isinstance(optimizer, HostOptimizer) and device.type != "cpu":
             for number, state in zip(own, states, strict=True):
                 host[schedule.placement[number]] += state
             states, step = [0] * len(own), 0

@@ -54,6 +54,9 @@ def test_too_few_units_and_other_samples() -> None:
         Cuttable(nn.Sequential(nn.Linear(WIDTH, WIDTH)), X, blocks=None)
     with pytest.raises(CannotCut, match=r"the sample does not go with the forward of Net: .*a dict has keyword arg"):
         Cuttable(Net(), {"y": X}, blocks=None)
+    for sample in ([X], "x"):
+        with pytest.raises(CannotCut, match=r"the sample is a (list|str), .*wanted a dict of keyword arguments"):
+            Cuttable(Net(), sample, blocks=None)
 
 
 def test_hooks_and_forwards_on_containers_are_refused() -> None:

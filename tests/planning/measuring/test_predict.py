@@ -479,6 +479,17 @@ def test_what_graphs_add_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outside.predict(x, timeout=0).stages[0].gradients == sum(each.weights for each in before.stages)
 
 
+def test_the_state_of_an_optimizer_on_the_host_counts_there() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to("meta")
+    pipe = Pipe(layers, 2, balance=[1, 1], devices=["meta"] * 2, loss_fn=functional.mse_loss)
+    x, optimizer = torch.randn(4, 8, device="meta"), HostOptimizer(pipe.parameters(), torch.optim.AdamW)
+    prediction = pipe.predict(x, target=x, optimizer=optimizer, timeout=0)
+    assert [stage.optimizer for stage in prediction.stages] == [0, 0]
+    assert list(prediction.host_bytes) == [2 * stage.weights for stage in prediction.stages]
+    with pytest.raises(TypeError, match=r"optimizer is <class .*: wanted an optimizer of the pipe's parameters"):
+        pipe.predict(x, target=x, optimizer=HostOptimizer, timeout=0)
+
+
 def test_the_optimizers_state_counts() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), 2, balance=[1, 1], devices=["cpu"] * 2)
     x = torch.randn(4, 256)
