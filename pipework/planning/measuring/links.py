@@ -59,10 +59,14 @@ def measure_links(places: Sequence[torch.device], report: Callable[[str], None])
 def measure_host_link(device: torch.device) -> LinkSpeed:
     """The link between a device and pinned memory of its host, in the slower direction; of the CPU, a copy's speed.
 
+    Nothing is copied from or to the meta device, so that its copies take no time.
+
     Example:
         >>> measure_host_link(torch.device("cpu")).bytes_per_second > 0
         True
     """
+    if device.type == "meta":
+        return _HAND_OVER
     host = torch.device("cpu")
     ways = {(device, host), (host, device)}
     large = _LARGE if is_accelerator(device) else _LARGE // 8

@@ -77,7 +77,8 @@ class Prediction:
         device_bytes: the most that each device holds at one moment of a step: the parts of `stages`, the mini-batch,
             messages, temporary tensors, and what the optimizer's step needs.
         host_bytes: of the buffers that each worker has in the memory of the host, for activations that go there, and of
-            the state of a `HostOptimizer`.
+            the state of a `HostOptimizer`. Sizes of buffers are powers of two, up to 64 MiB: a plan, which counts
+            activations, says less.
         host_free: bytes of host memory that were free at the time of the prediction; `print` says if they are too few.
     """
 

@@ -133,6 +133,19 @@ def test_what_is_in_host_memory_does_not_count_as_activations(
     assert host == f"in host memory: {sum(hosts) / 1024:.1f} KiB"
 
 
+def test_host_memory_counts_on_the_meta_device() -> None:
+    pipe = Pipe(
+        model().to("meta"), 6, "never", balance=[2] * 4, devices=["meta"] * 2, schedule="interleaved-1f1b",
+        loss_fn=functional.mse_loss, offload="activations",
+    )  # fmt: skip
+    x = torch.randn(192, 4, device="meta")
+    with torch.no_grad():
+        y = model().to("meta")(x)
+    prediction = pipe.predict(x, target=y, timeout=0)
+    assert all(prediction.host_bytes)
+    assert "in host memory" in str(prediction)
+
+
 def test_the_loss_may_be_outside() -> None:
     pipe = Pipe(model(), 6, balance=[4, 4], devices=["cpu"] * 2)
     x = torch.randn(192, 4)
