@@ -15,7 +15,8 @@ Buffers are kept for later micro-batches and mini-batches, as many as were in us
 two, to which PyTorch rounds pinned memory in any case, up to a limit beyond which several buffers follow each other. So
 micro-batches of other sizes use the same ones.
 
-On the CPU there are no streams, and the buffers are ordinary memory: all else is the same.
+On the CPU there are no streams, and the buffers are ordinary memory; on the meta device they have no data. All else is
+the same.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class HostMemory:
         self._device = device
         self._compute = compute
         self._account, self._name = account, id(self)  # the account would keep an object
+        self._host = "meta" if device.type == "meta" else "cpu"
         self.out = None if compute is None else torch.Stream(device)
         self.back = None if compute is None else torch.Stream(device)
         self._free: dict[int, list[Tensor]] = defaultdict(list)
@@ -84,7 +86,7 @@ class HostMemory:
         self.release()
         sources = tuple(map(self._bytes_of, memories))
         sizes = [each.nbytes for each in sources]
-        if not self._free:
+        if not self._free and self._host == "cpu":
             self._account.claim(self._name, at_once * sum(buffer_sizes(sizes)))
         stored = Stored(self, sizes)
         self._leaving, self.leaving = sources, sum(sizes)
@@ -129,8 +131,9 @@ class HostMemory:
         free = self._free[size]
         if free:
             return free.pop()
-        self._account.took(self._name, size)
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._compute is not None)
+        if self._host == "cpu":
+            self._account.took(self._name, size)
+        return torch.empty(size, dtype=torch.uint8, device=self._host, pin_memory=self._compute is not None)
 
     def give(self, buffers: Sequence[Tensor]) -> None:
         """See `take`; any thread may call it."""

@@ -142,6 +142,9 @@ def test_host_memory_counts_on_the_meta_device() -> None:
     with torch.no_grad():
         y = model().to("meta")(x)
     prediction = pipe.predict(x, target=y, timeout=0)
+    pipe(x, target=y).backward()
+    hosts = [device.host_memory.reserved for device in pipe._executor.engine_in_use().devices.values()]
+    assert all(hosts)
     assert all(prediction.host_bytes)
     assert "in host memory" in str(prediction)
 
