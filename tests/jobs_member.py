@@ -67,7 +67,8 @@ def run_member(member: Member) -> None:
     """What a process does that was forked for this, until it ends."""
     enter(member.output, member.errors, member.environment)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "chunks is 1", pipework.PipeWarning)  # as pyproject.toml has it
+    for text in ("chunks is 1", "batch norm in training mode", "offload= moves nothing"):  # as pyproject.toml has it
+        warnings.filterwarnings("ignore", text, pipework.PipeWarning)
     torch.set_num_threads(1)
     body = function_of(member.path, member.function)
     injection.install()

@@ -104,7 +104,7 @@ class HostMemory:
             self._compute.wait_event(self._left)  # 2
         self._leaving, self._left, self.leaving = (), None, 0
 
-    def load(self, stored: Stored) -> tuple[list[torch.UntypedStorage], torch.Event | None]:
+    def fetch(self, stored: Stored) -> tuple[list[torch.UntypedStorage], torch.Event | None]:
         """L: starts the copies into new device memories. Returns these, and the event for `arrive`."""
         targets = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in stored.sizes]
         if self._compute is not None and self.back is not None:
@@ -157,7 +157,7 @@ class Stored:
     Example:
         >>> host = HostMemory(torch.device("cpu"), None, HostAccount())
         >>> stored = host.store([torch.arange(3).untyped_storage()])
-        >>> memories, _ = host.load(stored)
+        >>> memories, _ = host.fetch(stored)
         >>> torch.empty(0, dtype=torch.int64).set_(memories[0]), host.reserved
         (tensor([0, 1, 2]), 0)
         >>> del stored

@@ -56,10 +56,15 @@ def same_gradients(pipe: nn.Module, plain: nn.Module) -> bool:
     return all(torch.equal(one.grad, other.grad) for one, other in pairs)
 
 
+def of_positive(output: Tensor, target: Tensor) -> Tensor:
+    """The mean over positive targets."""
+    return functional.mse_loss(output, target, weight=(target > 0).to(output.dtype))
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {"loss_fn": functional.mse_loss},
     "sum": {"loss_fn": partial(functional.mse_loss, reduction="sum"), "loss_reduction": "sum"},
-    "weights": {"loss_fn": functional.mse_loss, "loss_weight": lambda target: (target > 0).sum()},
+    "weights": {"loss_fn": of_positive, "loss_weight": lambda target: (target > 0).sum()},
 }
 
 

@@ -23,7 +23,7 @@ def test_memories_lie_over_several_buffers_which_are_used_again(monkeypatch: pyt
         assert host.leaving == sum(sizes)
         for each in before:
             each.fill_(0)
-        after, _ = host.load(stored)
+        after, _ = host.fetch(stored)
         assert [bytes(each) for each in after] == [bytes(each) for each in expected]
         del stored
         assert host.reserved == 2048 * 4 + 1024 + 512 * (len(sizes) == 1 or not sizes)
@@ -32,7 +32,7 @@ def test_memories_lie_over_several_buffers_which_are_used_again(monkeypatch: pyt
 
 
 def test_buffers_before_one_for_which_there_is_no_memory_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = HostMemory(torch.device("cpu"), None)
+    host = HostMemory(torch.device("cpu"), None, HostAccount())
     monkeypatch.setattr(host_memory, "buffer_sizes", lambda _: [1024, -1])
     with pytest.raises(RuntimeError, match="negative dimension"):
         host.store(storages(2000))

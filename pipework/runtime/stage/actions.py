@@ -103,10 +103,10 @@ class StageActions:
         if self.run.offload is not None:
             self.run.offload.store(action)
 
-    def load(self, action: Action) -> None:
+    def reload(self, action: Action) -> None:
         """L: it comes back."""
         if self.run.offload is not None:
-            self.run.offload.load(action, releases=action in self.releases)
+            self.run.offload.fetch(action, releases=action in self.releases)
 
 
 HANDLERS: Final[Mapping[str, Sequence[Callable[[StageActions, Action], None]]]] = MappingProxyType(
@@ -117,7 +117,7 @@ HANDLERS: Final[Mapping[str, Sequence[Callable[[StageActions, Action], None]]]] 
         "I": (StageActions.backward_of_input,),
         "W": (StageActions.backward_of_weights,),
         "O": (StageActions.offload,),
-        "L": (StageActions.load,),
+        "L": (StageActions.reload,),
     }
 )
 """By the letter of a kind, the parts of its actions, one after the other. Only the first part of an action receives."""

@@ -214,7 +214,7 @@ class Offload:
             memory.storage = None
         self._away[micro_batch] = stored, moving, [each for each in inputs if each[2] in moving]
 
-    def load(self, action: Action, *, releases: bool) -> None:
+    def fetch(self, action: Action, *, releases: bool) -> None:
         """L: starts the copies to the device, unless it has them, since a backward ran before (`retain_graph`).
 
         Args:
@@ -226,7 +226,7 @@ class Offload:
         if action[2] not in self._away:
             return
         stored, memories, inputs = self._away.pop(action[2])
-        storages, event = self._host.load(stored)
+        storages, event = self._host.fetch(stored)
         for memory, storage in zip(memories, storages, strict=True):
             memory.storage = storage
         _fill(inputs)
