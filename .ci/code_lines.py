@@ -10,27 +10,27 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 2_100,
-    "assignment": 520,
-    "autograd": 1_330,
+    "": 2_145,
+    "assignment": 530,
+    "autograd": 1_335,
     "cli": 400,
     "compat": 500,
     "device_check": 270,
     "distributed": 3_380,
     "integrations": 960,
-    "model": 3_730,
-    "planning": 2_550,
-    "runtime": 4_070,
+    "model": 3_900,
+    "planning": 2_830,
+    "runtime": 4_600,
     "saving": 1_180,
-    "schedule": 2_775,
+    "schedule": 3_005,
     "skip": 210,
     "testing": 690,
-    "timeline": 250,
+    "timeline": 265,
     "values": 610,
 }
-PACKAGE_LINES, PACKAGE_FILES = 25_460, 264
-TEST_LINES = 38_960
-DOC_WORDS = 45_100
+PACKAGE_LINES, PACKAGE_FILES = 26_740, 271
+TEST_LINES = 40_400
+DOC_WORDS = 45_700
 
 NO_CODE = {
     tokenize.COMMENT,
