@@ -135,7 +135,7 @@ class CountedTargets:
         return cls(bound.get("ignore_index", IGNORED), bound.get("weight"))
 
     def amounts(self, targets: Sequence[Any]) -> list[float] | Tensor | None:
-        """How much the target of each micro-batch counts; None: they are no numbers of classes, and rows count.
+        """How much the target of each micro-batch counts; None: rows count, as no numbers of classes are known.
 
         On an accelerator the numbers stay there, as one tensor, unless classes have weights: these may sum to 0 where
         targets count, and whoever takes the mean must know that beforehand.
@@ -144,7 +144,7 @@ class CountedTargets:
             >>> CountedTargets().amounts([torch.tensor([1, 2]), torch.tensor([3, -100])])
             [2.0, 1.0]
         """
-        if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
+        if not all(isinstance(each, Tensor) and not each.is_floating_point() and not each.is_meta for each in targets):
             return None
         # On an accelerator each transfer waits: one for all, and nothing here has a size that depends on values.
         # Bytes would wrap around in a comparison with -100.

@@ -114,9 +114,10 @@ def test_what_is_in_host_memory_does_not_count_as_activations(
     schedule: str, checkpoint: str, offload: int | str
 ) -> None:
     plain = in_four_stages(schedule, checkpoint)
+    # Of several threads one may still hold a value that it has sent, at the O of the next stage, and so less moves.
     pipe = Pipe(
         model(), 6, checkpoint, balance=[2] * 4, devices=plain.devices, schedule=schedule,
-        loss_fn=functional.cross_entropy, offload=offload,
+        loss_fn=functional.cross_entropy, offload=offload, debug="one_thread",
     )  # fmt: skip
     x, y = torch.randn(192, 4), torch.randint(3, (192,))
     less, prediction = (each.predict(x, target=y, timeout=0) for each in (plain, pipe))
@@ -136,11 +137,9 @@ def test_what_is_in_host_memory_does_not_count_as_activations(
 def test_host_memory_counts_on_the_meta_device() -> None:
     pipe = Pipe(
         model().to("meta"), 6, "never", balance=[2] * 4, devices=["meta"] * 2, schedule="interleaved-1f1b",
-        loss_fn=functional.mse_loss, offload="activations",
+        loss_fn=functional.cross_entropy, offload="activations",
     )  # fmt: skip
-    x = torch.randn(192, 4, device="meta")
-    with torch.no_grad():
-        y = model().to("meta")(x)
+    x, y = torch.randn(192, 4, device="meta"), torch.zeros(192, dtype=torch.int64, device="meta")
     prediction = pipe.predict(x, target=y, timeout=0)
     pipe(x, target=y).backward()
     hosts = [device.host_memory.reserved for device in pipe._executor.engine_in_use().devices.values()]
