@@ -52,7 +52,6 @@ class HostMemory:
     Attributes:
         out: the stream of copies to the host; None: there are no streams.
         back: that of copies to the device.
-        leaving: the bytes of the device memory that 2 has not freed yet.
     """
 
     def __init__(self, device: torch.device, compute: torch.Stream | None, account: HostAccount) -> None:
@@ -65,7 +64,11 @@ class HostMemory:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._leaving: tuple[Tensor, ...] = ()
         self._left: torch.Event | None = None
-        self.leaving = 0
+
+    @property
+    def leaving(self) -> int:
+        """The bytes of the device memory that 2 has not freed yet."""
+        return sum(each.nbytes for each in self._leaving)
 
     @property
     def reserved(self) -> int:
@@ -89,7 +92,7 @@ class HostMemory:
         if not self._free and self._host == "cpu":
             self._account.claim(self._name, at_once * sum(buffer_sizes(sizes)))
         stored = Stored(self, sizes)
-        self._leaving, self.leaving = sources, sum(sizes)
+        self._leaving = sources
         if self._compute is not None and self.out is not None:
             self.out.wait_event(self._compute.record_event())  # 1
         with self.out or contextlib.nullcontext():
@@ -102,7 +105,7 @@ class HostMemory:
         """Frees the device memory of the latest O."""
         if self._compute is not None and self._left is not None:
             self._compute.wait_event(self._left)  # 2
-        self._leaving, self._left, self.leaving = (), None, 0
+        self._leaving, self._left = (), None
 
     def fetch(self, stored: Stored) -> tuple[list[torch.UntypedStorage], torch.Event | None]:
         """L: starts the copies into new device memories. Returns these, and the event for `arrive`."""
@@ -124,7 +127,7 @@ class HostMemory:
         for way in (self.out, self.back):
             if self._compute is not None and way is not None:
                 self._compute.wait_stream(way)
-        self._leaving, self._left, self.leaving = (), None, 0
+        self._leaving, self._left = (), None
 
     def take(self, size: int) -> Tensor:
         """A buffer; `give` brings it back."""

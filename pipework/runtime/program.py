@@ -14,7 +14,7 @@ from pipework.schedule import (
     with_gradient_reduction,
     with_skips,
 )
-from pipework.schedule.edges import offloaded, recomputed
+from pipework.schedule.edges import awaited, offloaded, recomputed
 from pipework.schedule.host_peaks import host_peaks
 from pipework.schedule.passes.sharding import sharded_order
 
@@ -105,6 +105,12 @@ class Program:
     def offloaded(self) -> tuple[frozenset[int], ...]:
         """For each stage, the micro-batches that are in host memory for a while."""
         return self._by_stage(offloaded(self.schedule))
+
+    @cached_property
+    def releases(self) -> frozenset[Action]:
+        """The actions with which the device memory of an earlier O is free."""
+        table = self.schedule.table
+        return frozenset(row[position] for row in self.whole for position in awaited(row, table))
 
     @cached_property
     def away_at_once(self) -> list[int]:

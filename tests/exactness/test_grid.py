@@ -245,6 +245,26 @@ MODELS = {
 BALANCES = ([5], [2, 3], [1, 3, 1], [1, 1, 1, 2], [1, 1, 1, 1, 1])
 
 
+def train_model(
+    name: str,
+    way: Any,
+    checkpoint: str,
+    rows: str,
+    dtype: torch.dtype,
+    assert_trained_alike: Callable[..., None],
+    **options: Any,
+) -> None:
+    """Trains a model of the table with and without a pipe, and compares."""
+    model = MODELS[name]
+    dtype = torch.float64 if model.is_tied else dtype
+    plain = model.make().to(dtype)
+    pipe = way.pipe(plain, CHUNKS, checkpoint, **options)
+    batches = [tuple(tensor.to(dtype) for tensor in model.batch(ROWS[rows])) for _ in range(STEPS)]
+    compare = {"same": almost} if model.is_tied and own_mesh() is not None else {}
+    assert_trained_alike(plain, pipe, batches, way=way, before_step=model.before_step, evaluate=True, **compare)
+    assert len(list(pipe.parameters())) == len(list(held(plain, pipe).parameters()))
+
+
 @pytest.mark.parametrize(
     ("name", "way", "checkpoint", "balance", "rows", "dtype"),
     sampled(MODELS, WAYS, CHECKPOINT_MODES, BALANCES, ROWS, DTYPES, each=3),
@@ -259,14 +279,7 @@ def test_every_model(
     dtype: torch.dtype,
     assert_trained_alike: Callable[..., None],
 ) -> None:
-    model = MODELS[name]
-    dtype = torch.float64 if model.is_tied else dtype
-    plain = model.make().to(dtype)
-    pipe = way.pipe(plain, CHUNKS, checkpoint, balance=balance)
-    batches = [tuple(tensor.to(dtype) for tensor in model.batch(ROWS[rows])) for _ in range(STEPS)]
-    compare = {"same": almost} if model.is_tied and own_mesh() is not None else {}
-    assert_trained_alike(plain, pipe, batches, way=way, before_step=model.before_step, evaluate=True, **compare)
-    assert len(list(pipe.parameters())) == len(list(held(plain, pipe).parameters()))
+    train_model(name, way, checkpoint, rows, dtype, assert_trained_alike, balance=balance)
 
 
 # Deferred batch norm: it computes what a batch norm without memory does, and remembers the whole mini-batch

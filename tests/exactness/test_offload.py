@@ -22,8 +22,7 @@ from tests.exactness.test_grid import (
     DTYPES,
     MODELS,
     ROWS,
-    STEPS,
-    almost,
+    train_model,
     vectors,
 )
 from tests.exactness.test_grid import WAYS as NAMES
@@ -57,13 +56,7 @@ def test_every_model(
     dtype: torch.dtype,
     assert_trained_alike: Callable[..., None],
 ) -> None:
-    model = MODELS[name]
-    dtype = torch.float64 if model.is_tied else dtype
-    plain = model.make().to(dtype)
-    pipe = way.pipe(plain, CHUNKS, checkpoint, balance=balance, offload=keep)
-    batches = [tuple(tensor.to(dtype) for tensor in model.batch(ROWS[rows])) for _ in range(STEPS)]
-    compare = {"same": almost} if model.is_tied and own_mesh() is not None else {}
-    assert_trained_alike(plain, pipe, batches, way=way, before_step=model.before_step, evaluate=True, **compare)
+    train_model(name, way, checkpoint, rows, dtype, assert_trained_alike, balance=balance, offload=keep)
 
 
 class Twice(torch.autograd.Function):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from pipework.runtime.stage.recomputation import checkpointing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence, Set
+    from collections.abc import Callable, Mapping, Sequence
 
     from pipework.autograd.aliases import SharedMemory
     from pipework.runtime.stage.stage_backward import Backward
@@ -44,7 +44,6 @@ class StageActions:
         send_gradients: takes the gradients of the input; None: nobody wants them.
         memory: of the gradients of parameters.
         again: whether the backward may run once more (`retain_graph`).
-        releases: the actions with which the device memory of an earlier O is free.
     """
 
     run: StageRun
@@ -56,7 +55,6 @@ class StageActions:
     send_gradients: Send | None
     memory: SharedMemory
     again: bool
-    releases: Set[Action] = frozenset()
 
     def forward(self, action: Action) -> None:
         """F: computes the stage's output for one micro-batch and sends it on."""
@@ -106,7 +104,7 @@ class StageActions:
     def reload(self, action: Action) -> None:
         """L: it comes back."""
         if self.run.offload is not None:
-            self.run.offload.fetch(action, releases=action in self.releases)
+            self.run.offload.fetch(action)
 
 
 HANDLERS: Final[Mapping[str, Sequence[Callable[[StageActions, Action], None]]]] = MappingProxyType(

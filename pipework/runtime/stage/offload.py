@@ -177,14 +177,16 @@ class Offload:
         kept: has the inputs of micro-batches that are recomputed.
         graphs: the micro-batches whose graphs are moved; of others the inputs are.
         at_once: how many micro-batches the worker has in host memory at the same time, at most.
+        releases: the actions with which the device memory of the worker's latest O is free.
 
     Attributes:
         graphs: as above.
         ways: by kind of action, the stream that copies; None: there are no streams.
     """
 
-    def __init__(self, stage: Stage, kept: Kept, graphs: Set[int], at_once: int) -> None:
+    def __init__(self, stage: Stage, kept: Kept, graphs: Set[int], at_once: int, releases: Set[Action]) -> None:
         self._stage, self._kept, self.graphs, self._at_once = stage, kept, graphs, at_once
+        self._releases = releases
         self._host = stage.device.host_memory
         self._saved: dict[int, SavedTensors] = {}
         self._away: dict[int, tuple[Stored, list[Memory], list[tuple[Tensor, MemoryView, Memory]]]] = {}
@@ -214,14 +216,9 @@ class Offload:
             memory.storage = None
         self._away[micro_batch] = stored, moving, [each for each in inputs if each[2] in moving]
 
-    def fetch(self, action: Action, *, releases: bool) -> None:
-        """L: starts the copies to the device, unless it has them, since a backward ran before (`retain_graph`).
-
-        Args:
-            action: of a micro-batch.
-            releases: whether the memory of the latest O is free from now on.
-        """
-        if releases:
+    def fetch(self, action: Action) -> None:
+        """L: starts the copies to the device, unless it has them, since a backward ran before (`retain_graph`)."""
+        if action in self._releases:
             self._host.release()
         if action[2] not in self._away:
             return

@@ -29,7 +29,6 @@ from pipework.runtime.stage.offload import Offload
 from pipework.runtime.stage.recomputation import Recomputation
 from pipework.runtime.stage.stage_backward import StageBackward
 from pipework.runtime.stage.stage_forward import StageForward
-from pipework.schedule.edges import awaited
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,8 +104,10 @@ class StageRun:
         self.capture: StepCapture | None = None
         self.kept = Kept(stage.shares_output, loss is not None)
         offloaded = program.offloaded[stage.index] if self.trains else frozenset[int]()
-        at_once = program.away_at_once[program.schedule.placement[stage.index]] if offloaded else 0
-        self.offload = Offload(stage, self.kept, offloaded - self.checkpointed, at_once) if offloaded else None
+        self.offload: Offload | None = None
+        if offloaded:
+            at_once = program.away_at_once[program.schedule.placement[stage.index]]
+            self.offload = Offload(stage, self.kept, offloaded - self.checkpointed, at_once, program.releases)
         own_leaves = spec.own_leaves if is_first else frozenset[int]()
         batch = spec.versions if is_first and spec.loss is None else None
         self.in_place = InPlaceChanges(stage, own_leaves, batch, self.checkpointed, self.aliases)
@@ -148,7 +149,6 @@ class StageRun:
         memory = SharedMemory(self.aliases.leaves)
         forward, backward = self._computations(memory, enter_stream, hold, retain_graph=retain_graph)
         receive, send, receive_gradients, send_gradients = self._ways(endpoint, before_computing)
-        order = spec.orders[spec.placement[self.stage.index]] if self.offload is not None else ()
         actions = StageActions(
             run=self,
             run_forward=forward,
@@ -159,7 +159,6 @@ class StageRun:
             send_gradients=send_gradients,
             memory=memory,
             again=retain_graph,
-            releases={order[position] for position in awaited(order, self._table)},
         )
         # A schedule may have a table with kinds of its own, or without some of the usual ones.
         handlers = {kind: self._handler(kind, actions, spec) for kind in HANDLERS if kind in self._table}
