@@ -15,7 +15,7 @@ PACKAGE = Path(pipework.__file__).parent
 # Folders of tests that span the whole library, or are of what is outside the package.
 SPANNING = {
     "accelerator", "benchmarks", "compat/differential", "ddp", "distributed/together", "docs", "examples", "exactness",
-    "faults", "gpu", "pitfalls",
+    "faults", "gpu",
 }  # fmt: skip
 # Tests of several source files of their folder, or of all its subfolders, or of a stand-in that other tests run with.
 OF_SEVERAL = {

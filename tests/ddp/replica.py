@@ -16,7 +16,7 @@ OF_REPLICA = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view
 
 
 def pipe_of(plain: nn.Sequential, schedule: str, checkpoint: str) -> Pipe:
-    workers = 2 if schedule == "interleaved-1f1b" else 4
+    workers = 2 if schedule in ("interleaved-1f1b", "zb-v") else 4
     name = "gpipe" if schedule == "outside" else schedule
     module, devices = copy.deepcopy(plain), ["cpu"] * workers
     return Pipe(module, 2, checkpoint, balance=[1, 1, 1, 2], devices=devices, schedule=name, loss_fn=F.mse_loss)

@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -168,16 +170,44 @@ def test_a_scale_that_changes_before_the_backward_is_the_outer_one(way: Any) -> 
     assert all(map(torch.equal, gradients(pipe), gradients(held(plain, pipe))))
 
 
-def test_save_on_cpu_and_other_saved_tensor_hooks(way: Any) -> None:
-    pipe = way.pipe(nn.Sequential(*(Block() for _ in range(4))), 3, "never", balance=[1, 1, 1, 1])
-    x, y = torch.randn(6, 8), torch.randn(6)
-    way.loss(pipe, x, y).backward()
-    expected = gradients(pipe)
-    pipe.zero_grad()
-    with torch.autograd.graph.save_on_cpu():
-        loss = way.loss(pipe, x, y)
-    loss.backward()
-    assert all(map(torch.equal, gradients(pipe), expected))
+def coarse() -> saved_tensors_hooks:
+    """Saves what backward needs in half the bytes, which changes gradients visibly."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
+
+    return saved_tensors_hooks(pack, lambda packed: packed.float() if packed.dtype == torch.bfloat16 else packed)
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "on the CPU": save_on_cpu,
+    "coarse": coarse,
+    "autocast without a cache": lambda: torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
+}
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("around_backward", [True, False])
+def test_saved_tensor_hooks_and_autocast_of_the_forward_hold_in_recomputations(
+    way: Any, checkpoint: str, setting: str, around_backward: bool
+) -> None:
+    plain = nn.Sequential(*(nn.Sequential(Block(), nn.LayerNorm(8)) for _ in range(4)))
+    untouched = copy.deepcopy(plain)
+    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1])
+    x, y = torch.randn(7, 8), torch.randn(7)
+    with SETTINGS[setting]():
+        expected = way.reference(plain, x, y, 3, key=0)
+        loss, output = way.run(pipe, x, y)
+        if around_backward:
+            loss.backward()
+    if not around_backward:
+        loss.backward()
+    assert torch.equal(output, expected.output)
+    assert all(map(torch.equal, gradients(pipe), gradients(held(plain, pipe))))
+    way.reference(untouched, x, y, 3, key=0)
+    changed = not torch.equal(gradients(untouched)[0], gradients(plain)[0])
+    assert changed or setting != "coarse", "the setting makes no difference, so this test would see none"
 
 
 # Autocast

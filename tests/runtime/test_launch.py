@@ -1,7 +1,9 @@
 """The loop over actions, and the two launchers: both compute the same, and one has a single thread."""
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipework import Pipe
 from pipework.autograd.aliases import Aliases
+from pipework.model.checkpoint import is_recomputing
 from pipework.runtime.device import WorkerDevice
 from pipework.runtime.failure import Failure, Stopped
 from pipework.runtime.launch import run_actions
@@ -59,6 +62,62 @@ def test_a_thread_enters_its_device_before_parameters_are_gathered_on_it(monkeyp
         monkeypatch.setattr(owner, name, lambda self, name=name: done.append(name))
     Pipe(nn.Sequential(nn.Linear(2, 2)), balance=[1])(torch.ones(1, 2))
     assert done == [name for _, name in calls]
+
+
+# A thread for each worker
+
+
+class MeetInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, meet: Callable[[], None] | None) -> Tensor:
+        ctx.meet = meet
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.meet is not None:
+            ctx.meet()
+        return gradient, None
+
+
+class Meet(nn.Module):
+    """Waits for the other stage in one kind of action, on the micro-batch whose number its input holds."""
+
+    def __init__(self, action: str, micro_batch: int, meet: Callable[[], None]) -> None:
+        super().__init__()
+        self.action, self.micro_batch, self.meet = action, micro_batch, meet
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_meant = int(x.detach()[0, 0]) == self.micro_batch
+        if is_meant and self.action == ("R" if is_recomputing() else "F"):
+            self.meet()
+        return MeetInBackward.apply(x * self.gain, self.meet if is_meant and self.action == "B" else None)
+
+
+@pytest.mark.parametrize(
+    ("action", "first", "second", "checkpoint"),
+    [
+        ("F", 1, 0, "never"),  # stage 0 is one micro-batch ahead
+        ("F", 1, 0, "always"),
+        ("B", 0, 1, "never"),  # stage 1 is one ahead
+        ("B", 0, 1, "always"),
+        ("R", 0, 0, "always"),  # no stage needs a gradient to recompute its first micro-batch
+    ],
+)
+@pytest.mark.timeout(60)
+def test_partitions_on_the_cpu_run_at_the_same_time(action: str, first: int, second: int, checkpoint: str) -> None:
+    barrier, met = threading.Barrier(2, timeout=20), set()
+
+    def meet() -> None:
+        barrier.wait()  # nobody passes alone
+        met.add(threading.current_thread().name)
+
+    module = nn.Sequential(Meet(action, first, meet), Meet(action, second, meet))
+    pipe = Pipe(module, 2, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
+    pipe(torch.tensor([[0.0], [1.0]])).sum().backward()
+    assert met == {"pipework worker 0", "pipework worker 1"}
+    assert [parameter.grad.item() for parameter in pipe.parameters()] == [1.0, 1.0]
 
 
 # One thread

@@ -88,8 +88,6 @@ def run_tests(mesh: Mesh, files: list[str], each: int | None) -> tuple[int, dict
 
 
 FILES = [str(path.relative_to(TESTS)) for path in sorted((TESTS / "exactness").glob("test_*.py"))]
-FILES += [f"pitfalls/test_{name}.py" for name in ("batch_norm", "context", "gradients")]
-SLOW_FILES = ["exactness/test_grid.py"]  # has thousands of cases, and takes more time to collect than all others to run
 
 CASES = [
     pytest.param(3, 1, 35, marks=pytest.mark.thorough),
@@ -100,8 +98,7 @@ CASES = [
 @pytest.mark.parametrize(("ranks", "each", "least"), CASES)
 @pytest.mark.timeout(3600)
 def test_the_same_bodies_pass(on_ranks: Run, ranks: int, each: int, least: int) -> None:
-    files = [file for file in FILES if each > 1 or file not in SLOW_FILES]
-    results = on_ranks(ranks, run_tests, fresh=True, patience=3500, files=files, each=each)
+    results = on_ranks(ranks, run_tests, fresh=True, patience=3500, files=FILES, each=each)
     assert results == results[:1] * ranks
     assert results[0][0] > least
 
