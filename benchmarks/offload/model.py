@@ -62,6 +62,7 @@ class Config:
 
 LLAMA_8B = Config("Llama-3-8B", 4096, 14336, 32, 32, 8, 128_256)
 QWEN_14B = Config("Qwen2.5-14B", 5120, 13824, 48, 40, 8, 152_064)
+ALL_TRAINED = replace(LLAMA_8B, name="Llama-3-8B-all-trained", rank=None)
 IN_4_BITS = [replace(config, name=f"{config.name}-4bit", bits=4) for config in (LLAMA_8B, QWEN_14B)]
 
 

@@ -15,9 +15,9 @@ from benchmarks import harness
 from benchmarks.gpu.card import Card
 from benchmarks.harness import Verdict
 from benchmarks.offload import card, measured, simulated
-from benchmarks.offload.model import IN_4_BITS, LLAMA_8B, QWEN_14B, Config
+from benchmarks.offload.model import ALL_TRAINED, IN_4_BITS, LLAMA_8B, QWEN_14B, Config
 
-MODELS = {config.name: config for config in (LLAMA_8B, QWEN_14B, *IN_4_BITS)}
+MODELS = {config.name: config for config in (LLAMA_8B, QWEN_14B, *IN_4_BITS, ALL_TRAINED)}
 TINY = Config("tiny", 64, 128, 6, 4, 2, 96, head=16)
 
 
@@ -46,12 +46,15 @@ def main(argv: list[str] | None = None) -> None:
                 for tokens in arguments.tokens:
                     config = MODELS.get(model, TINY)
                     profile = simulated.profile_of(config, tokens, arguments.rows)
-                    steps = [simulated.step_of(profile, each, 2) for each in simulated.choices(arguments.stages)]
-                    plan = simulated.planned(profile, 2, arguments.iterations)
-                    steps += [] if plan is None else [plan]
+                    steps = [
+                        simulated.step_of(profile, each, 2) for each in simulated.choices(config, arguments.stages)
+                    ]
+                    kept = simulated.optimizers(config)
+                    plans = [simulated.planned(profile, 2, arguments.iterations, each) for each in kept]
+                    steps += [plan for plan in plans if plan is not None]
                     title = f"{model}, {arguments.rows} x {tokens} tokens"
                     simulated.report(title, steps)
-                    print("the planner finds nothing that fits\n" if plan is None else "")
+                    print("the planner finds nothing that fits\n" if None in plans else "")
                     results[title] = [asdict(step) for step in steps]
             width, settings = arguments.width, measured.SETTINGS
             if arguments.quick:

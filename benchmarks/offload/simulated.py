@@ -24,6 +24,7 @@ CARD = "4090"
 RATES = Rates(operations=80e12, bytes_per_second=1.008e12, memory=24 * 10**9, host_bytes_per_second=25e9)
 BETWEEN = LinkSpeed(20e-6, 25e9)  # the cards have no link but the one to the host
 MEMORY = "24GB"
+ADAM = 2  # numbers for each parameter
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class Choice:
         stages: of each card.
         checkpoint: see `Pipe`.
         keep: how many micro-batches of a stage stay on the card; None: all.
+        optimizer: numbers that the optimizer keeps on the card for each trained one; 0: they are in host memory.
     """
 
     schedule: str
     stages: int = 1
     checkpoint: str = "never"
     keep: int | None = None
+    optimizer: int = ADAM
 
     def __str__(self) -> str:
         parts = [self.schedule, f"{self.stages} stages a card"] if self.stages > 1 else [self.schedule]
@@ -48,6 +51,8 @@ class Choice:
             parts.append(f"checkpoint={self.checkpoint}")
         if self.keep is not None:
             parts.append(f"offload={self.keep or 'activations'}")
+        if self.optimizer == 0:
+            parts.append("HostOptimizer")
         return ", ".join(parts)
 
 
@@ -74,7 +79,7 @@ class Step:
     fits: bool
 
 
-def choices(many: Sequence[int]) -> list[Choice]:
+def choices(config: Config, many: Sequence[int]) -> list[Choice]:
     """All that are compared; `many` are numbers of stages of a card."""
     found = [Choice("1f1b", 1, checkpoint) for checkpoint in ("never", "except_last", "always")]
     found += [Choice("1f1b", keep=keep) for keep in (1, 2)]
@@ -82,7 +87,12 @@ def choices(many: Sequence[int]) -> list[Choice]:
         interleaved = Choice("interleaved-1f1b", stages)
         found += [interleaved, replace(interleaved, checkpoint="always")]
         found += [replace(interleaved, keep=keep) for keep in (0, 1, 2)]
-    return found
+    return [replace(each, optimizer=kept) for kept in optimizers(config) for each in found]
+
+
+def optimizers(config: Config) -> tuple[int, ...]:
+    """Where all weights are trained, AdamW's numbers are on the cards or in host memory; those of adapters are few."""
+    return (ADAM, 0) if config.rank is None else (ADAM,)
 
 
 def profile_of(config: Config, tokens: int, rows: int) -> Profile:
@@ -136,26 +146,30 @@ def step_of(profile: Profile, choice: Choice, cards: int) -> Step:
     again = {"never": 0, "except_last": chunks - 1, "always": chunks}[choice.checkpoint]
     schedule = with_recompute(schedule, again)
     settings: dict[str, Any] = {"balance": balance, "chunks": chunks, "checkpoint": "never", "memory": MEMORY}
+    settings["optimizer"] = choice.optimizer
     plain = profile.predict([CARD] * cards, schedule=schedule, **settings)
     if choice.keep is None:
-        return described(str(choice), plain, profile)
+        return described(str(choice), plain, profile, choice.optimizer)
     schedule = with_offload(schedule, plain.costs, keep=choice.keep)
-    return described(str(choice), profile.predict([CARD] * cards, schedule=schedule, **settings), profile)
+    found = profile.predict([CARD] * cards, schedule=schedule, **settings)
+    return described(str(choice), found, profile, choice.optimizer)
 
 
-def planned(profile: Profile, cards: int, iterations: int) -> Step | None:
+def planned(profile: Profile, cards: int, iterations: int, optimizer: int) -> Step | None:
     """What the planner chooses for these cards; None: it finds nothing that fits."""
     options: dict[str, Any] = {"memory": MEMORY, "chunks": profile.batch, "progress": lambda line: None}
+    options["optimizer"] = optimizer
     try:
         plan = pipework.plan(profile, devices=[CARD] * cards, iterations=iterations, **options)
     except ValueError:
         return None
     stages = plan.schedule.stages // cards
-    return described(f"plan: {plan.schedule.name}, {stages} stages a card", plan, profile)
+    name = f"plan: {plan.schedule.name}, {stages} stages a card"
+    return described(name if optimizer else f"{name}, HostOptimizer", plan, profile, optimizer)
 
 
-def described(name: str, plan: Plan, profile: Profile) -> Step:
-    """What a plan costs."""
+def described(name: str, plan: Plan, profile: Profile, optimizer: int) -> Step:
+    """What a plan costs, without the time of the optimizer's step."""
     free = simulate(plan.schedule, replace(plan.costs, offload=0.0, reload=0.0))
     return Step(
         name,
@@ -163,7 +177,7 @@ def described(name: str, plan: Plan, profile: Profile) -> Step:
         plan.seconds / ideal(profile, len(plan.workers)),
         plan.seconds - free.makespan,
         tuple(each.total for each in plan.workers),
-        sum(each.host for each in plan.workers),
+        sum(each.host for each in plan.workers) + (ADAM - optimizer) * sum(each.trained for each in profile.layers),
         all(each.fits for each in plan.workers),
     )
 
