@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from pipework import Mesh, Pipe
 from pipework.fsdp_private import FSDPStates
-from tests.distributed.together.alike import other_gradients, refused, whole
+from tests.distributed.together.alike import of_all_ranks, other_gradients, refused, whole
 from tests.distributed.together.sharding import CHUNKS, WIDTH, Block, blocks, data, mean_gradients
+from tests.exactness.test_offload import reserved
 from tests.jobs import runs_on
 
 
@@ -47,7 +48,8 @@ def pipe_of(layers: nn.Sequential, mesh: Mesh, schedule: str = "1f1b", mode: str
 
 
 SLOW = [
-    pytest.param(schedule, mode, kind, True, whole_stages, marks=pytest.mark.slow)
+    pytest.param(schedule, mode, kind, True, whole_stages, offload, marks=pytest.mark.slow)
+    for offload in (False, "activations", 1)
     for schedule in STAGES
     for mode in ("never", "always")
     for kind, whole_stages in (("sharded", None), ("nested", 1))
@@ -55,24 +57,31 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("schedule", "mode", "kind", "inside", "whole_stages"),
+    ("schedule", "mode", "kind", "inside", "whole_stages", "offload"),
     [
-        ("1f1b", "never", "sharded", True, None),
-        ("zb-h1", "except_last", "nested", True, 1),
-        ("looped-bfs", "always", "sharded", False, 1),
-        ("zb-v", "never", "sharded", True, 1),
+        ("1f1b", "never", "sharded", True, None, False),
+        ("zb-h1", "except_last", "nested", True, 1, False),
+        ("looped-bfs", "always", "sharded", False, 1, 1),
+        ("zb-v", "never", "sharded", True, 1, "activations"),
+        ("interleaved-1f1b", "never", "nested", True, 1, "activations"),
+        ("gpipe", "except_last", "sharded", True, None, 1),
         *SLOW,
     ],
 )
 @runs_on(4, dp=2)
 def test_the_bits_of_replicas(
-    mesh: Mesh, schedule: str, mode: str, kind: str, inside: bool, whole_stages: int | None
+    mesh: Mesh, schedule: str, mode: str, kind: str, inside: bool, whole_stages: int | None, offload: bool | int | str
 ) -> None:
-    """Sharded layers and whole ones in replicas, for some steps of AdamW, with clipping and accumulation."""
+    """Sharded layers and whole ones in replicas, for some steps of AdamW, with clipping and accumulation.
+
+    Activations of the sharded ones may go to host memory.
+    """
     sharing = replace(mesh, whole_stages=whole_stages)
     options: dict[str, Any] = {} if inside else {"loss_fn": None}
+    sharded = model(kind, mesh.device_mesh["dp"])
     pipes = [
-        pipe_of(layers, sharing, schedule, mode, **options) for layers in (model(), model(kind, mesh.device_mesh["dp"]))
+        pipe_of(model(), sharing, schedule, mode, **options),
+        pipe_of(sharded, sharing, schedule, mode, offload=offload, **options),
     ]
     optimizers = [torch.optim.AdamW(pipe.parameters(), lr=0.01) for pipe in pipes]
     fired: list[Tensor] = []
@@ -97,6 +106,7 @@ def test_the_bits_of_replicas(
             optimizer.step()
             optimizer.zero_grad()
     assert len(fired) == 5 * len(list(pipes[1].parameters()))
+    assert any(of_all_ranks(reserved(pipes[1]))) == bool(offload)
     for pipe in pipes:
         pipe.eval()
     with torch.no_grad():
