@@ -170,10 +170,14 @@ class Executor:
 
         # 4. The workers run the schedule: all of it, or up to the outputs if the loss is outside.
         key = Key(call.key)
-        if call.training:
-            key.value()
         engine.workers.refuse_caller()
-        with contextlib.nullcontext() if engine.captured_steps is None else engine.captured_steps.turn:
+        with contextlib.ExitStack() as stack:
+            if engine.captured_steps is not None:
+                stack.enter_context(engine.captured_steps.turn)
+            if call.grad:
+                stack.enter_context(engine.claiming_host_memory(program))
+            if call.training:
+                key.value()
             captured = self._captured(engine, program, context, batch, call)
             step = self._step(engine, program, context, key, batch, call, captured)
             with self._watched(batch, engine.lock):

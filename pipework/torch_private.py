@@ -300,7 +300,6 @@ class MemoryView(NamedTuple):
                 [4, 5]])
     """
 
-    dtype: torch.dtype
     offset: Any  # an integer
     shape: torch.Size
     strides: tuple[int, ...]
@@ -311,7 +310,7 @@ class MemoryView(NamedTuple):
     def of(cls, tensor: Tensor) -> MemoryView:
         """The view of a tensor that is strided."""
         offset, shape, strides = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return cls(tensor.dtype, offset, shape, strides, tensor.is_conj(), tensor.is_neg())
+        return cls(offset, shape, strides, tensor.is_conj(), tensor.is_neg())
 
     def on(self, storage: torch.UntypedStorage, empty: Tensor) -> Tensor:
         """A tensor that reads this memory so; it is made of an empty one."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
+
+import torch
 
 from pipework.runtime.device import WorkerDevice, link
 from pipework.runtime.free_memory import HostAccount
@@ -14,7 +17,7 @@ from pipework.runtime.worker_threads import WorkerThreads
 from pipework.values.dtensor import is_over_processes, placement_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from pipework.backend import Backend
     from pipework.model.sequential import TupleRule
     from pipework.runtime.device import Link
+    from pipework.runtime.program import Program
     from pipework.runtime.skips.skip import Skip
 
 
@@ -132,6 +136,27 @@ class Engine:
                 "fully_shard has sharded layers of this pipe over several processes, and its workers are threads: give "
                 "it the mesh, Pipe(..., mesh=mesh), with dimensions 'pp' and 'dp'; a single worker is a 'pp' of size 1"
             )
+
+    @contextlib.contextmanager
+    def claiming_host_memory(self, program: Program) -> Iterator[None]:
+        """Around a mini-batch: if the host has too little memory, it leaves buffers and random numbers as they were.
+
+        How much a worker needs is known when its first micro-batch goes to the host, and layers have run before.
+        """
+        workers = [each for number, each in self.devices.items() if program.away_at_once[number]]
+        if all(each.host_memory.reserved for each in workers):
+            yield
+            return
+        with self.lock:
+            before = [(stage.buffers, stage.buffers.snapshot()) for stage in self.stages.values()]
+        state, self.account.share = torch.get_rng_state(), program.host_share(self.devices)
+        try:
+            yield
+        except MemoryError:
+            torch.set_rng_state(state)
+            for buffers, snapshot in before:
+                buffers.restore(snapshot)
+            raise
 
     def link(self, source: int, destination: int) -> Link | None:
         """The link between the workers of two stages of this process; None: tensors are passed by reference.

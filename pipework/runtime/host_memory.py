@@ -63,7 +63,6 @@ class HostMemory:
         self.back = None if compute is None else torch.Stream(device)
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._leaving: tuple[Tensor, ...] = ()
-        self._left: torch.Event | None = None
 
     @property
     def leaving(self) -> int:
@@ -98,14 +97,13 @@ class HostMemory:
         with self.out or contextlib.nullcontext():
             for source, piece in stored.pieces(sources):
                 piece.copy_(source, non_blocking=True)
-        self._left = None if self.out is None else self.out.record_event()
         return stored
 
     def release(self) -> None:
-        """Frees the device memory of the latest O."""
-        if self._compute is not None and self._left is not None:
-            self._compute.wait_event(self._left)  # 2
-        self._leaving, self._left = (), None
+        """Frees the device memory of the latest O, which is the last thing on its way."""
+        if self._compute is not None and self.out is not None and self._leaving:
+            self._compute.wait_stream(self.out)  # 2
+        self._leaving = ()
 
     def fetch(self, stored: Stored) -> tuple[list[torch.UntypedStorage], torch.Event | None]:
         """L: starts the copies into new device memories. Returns these, and the event for `arrive`."""
@@ -127,7 +125,7 @@ class HostMemory:
         for way in (self.out, self.back):
             if self._compute is not None and way is not None:
                 self._compute.wait_stream(way)
-        self._leaving, self._left = (), None
+        self._leaving = ()
 
     def take(self, size: int) -> Tensor:
         """A buffer; `give` brings it back."""

@@ -62,8 +62,6 @@ class Step:
             return
         with engine.lock:  # while workers run for another thread, the slots hold what is theirs
             self._runs = {index: StageRun(stage, program, spec) for index, stage in engine.stages.items()}
-            if any(run.offload for run in self._runs.values()):
-                engine.account.share = program.host_share(engine.devices)
             for run in self._runs.values():
                 engine.refuse_collectives(run.aliases.dtensor, run.sharded)
             ties = tied_gradients({number: run.aliases for number, run in self._runs.items()}, engine.link)

@@ -192,6 +192,10 @@ def retained(pipe: Pipe, x: Tensor, y: Tensor) -> list[Tensor]:
 def several_in_flight(pipe: Pipe, x: Tensor, y: Tensor) -> list[Tensor]:
     first, second = pipe(x), pipe(2 * x)
     pipe(3 * x)  # never differentiated
+    with torch.no_grad():
+        pipe(4 * x)
+    pipe.eval()(5 * x)
+    pipe.train()
     distance(second, y).backward()
     distance(first, y).backward()
     return gradients(pipe)
@@ -297,6 +301,27 @@ def test_a_saved_tensor_that_is_changed_in_place_is_an_error(later: int) -> None
     pipe = Pipe(module, CHUNKS, "never", balance=[2, 1], devices=["cpu"] * 2, offload=1)
     with pytest.raises(RuntimeError, match=r"has been modified by an inplace operation: .*\(2, 6\) is at version 1"):
         pipe(torch.randn(8, 6)).sum().backward()
+
+
+@pytest.mark.one_process("an error ends a pipe of ranks")
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_mini_batch_for_which_the_host_has_too_little_changes_nothing(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, assert_trained_alike: Callable[..., None]
+) -> None:
+    norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(6)]
+    layers = nn.Sequential(nn.Linear(6, 6), norms[0], nn.Dropout(), nn.Tanh(), norms[1], nn.Linear(6, 3))
+    plain, way = copy.deepcopy(layers), Way("gpipe", inside=True)
+    moving, staying = (
+        way.pipe(layers, CHUNKS, checkpoint, balance=[3, 3], share=True, offload=each)
+        for each in ("activations", False)
+    )
+    monkeypatch.setattr("pipework.runtime.free_memory.free_host_memory", lambda: 100)
+    inputs, buffers, state = vectors(8), [*layers.buffers()], torch.get_rng_state()
+    with pytest.raises(MemoryError, match="activations need"):
+        moving(*inputs, target=torch.ones(8))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(one is other for one, other in zip(layers.buffers(), buffers, strict=True))
+    assert_trained_alike(plain, staying, [vectors(8), vectors(8)], way=way)
 
 
 @pytest.mark.one_process("no pipe is made")

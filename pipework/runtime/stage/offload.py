@@ -126,11 +126,7 @@ class SavedTensors:
 
     def memory_of(self, storage: torch.UntypedStorage) -> Memory:
         """The memory of a tensor that can be moved, see `movable`."""
-        key = torch_private.storage_key(storage)
-        memory = self._memories.get(key)
-        if memory is None:
-            memory = self._memories[key] = Memory(storage)
-        return memory
+        return self._memories.setdefault(torch_private.storage_key(storage), Memory(storage))
 
     def moving(self) -> list[Memory]:
         """2: the memories that an O moves, when the forward is over: those that nothing but graphs uses.

@@ -202,6 +202,13 @@ class MutableBuffers:
             ]
         return Snapshot(kept, [], created, before.training)
 
+    @torch.no_grad()
+    def restore(self, before: Snapshot) -> None:
+        """After forwards that count for nothing: buffers have the values of a snapshot, and stay the same objects."""
+        for slot, clone in before.clones:
+            present = slot.buffers.get(slot.name)
+            slot.buffers[slot.name] = clone if present is None or clone is None else present.copy_(clone)
+
     def _slots(self) -> Iterator[Slot]:
         """The slots of all present buffers, each once."""
         for module in dict.fromkeys(module for layer in self._modules for module in layer.modules()):
