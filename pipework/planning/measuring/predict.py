@@ -16,7 +16,7 @@ from pipework.planning.measuring.device_peaks import device_peaks
 from pipework.planning.measuring.links import measure_host_link
 from pipework.planning.measuring.sample_batch import largest_sample
 from pipework.planning.measuring.stage_copy import measure_stages
-from pipework.planning.measuring.storage_meter import optimizer_bytes
+from pipework.planning.measuring.storage_meter import in_blocks, optimizer_bytes
 from pipework.runtime.free_memory import free_host_memory
 from pipework.runtime.host_memory import buffer_sizes
 from pipework.runtime.host_optimizer import HostOptimizer
@@ -219,6 +219,8 @@ def predict_step(
         for number, state in zip(own, states, strict=True):
             stages[number] = replace(stages[number], optimizer=state)
         fixed = sum(stages[n].weights + stages[n].buffers + stages[n].optimizer for n in own)
+        tensors = [each for n in own for each in (*partitions[n].parameters(), *partitions[n].buffers())]
+        fixed += sum(in_blocks(each.nbytes, device) - each.nbytes for each in tensors)
         after = sum(stages[n].gradients for n in own) // (1 + graphs) + step
         peaks[device] = fixed + (peak + after if graphs else max(peak, after))
     peaks[devices[0]] += sum(map(bytes_of, split.tensors))

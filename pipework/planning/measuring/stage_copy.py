@@ -26,7 +26,7 @@ from pipework.autograd.aliases import Aliases
 from pipework.autograd.weight_split.store import WeightGradientStore
 from pipework.model.sequential import TupleRule, named_layers
 from pipework.planning.layer_costs import LayerSeconds
-from pipework.planning.measuring.storage_meter import StorageMeter, block_of
+from pipework.planning.measuring.storage_meter import StorageMeter, in_blocks
 from pipework.runtime.device import is_accelerator
 from pipework.runtime.skips import skip_tracker
 from pipework.runtime.stage.offload import SavedTensors
@@ -249,7 +249,7 @@ class StageCopy:
             output = self._timed_pass(value)[0]
             message = sum(tensor.nbytes for tensor in tensors_of(output))
             output = None if is_last else cut(output, self._device)  # the graph of a pass does not outlive it
-            clones = sum(tensor.nbytes for tensor in buffers.learn(before).tensors)
+            clones = sum(in_blocks(tensor.nbytes, self._device) for tensor in buffers.learn(before).tensors)
             found = replace(self._bytes(value), message=message, clones=clones)
             if moves:
                 found = self._with_moves(found, value)
@@ -296,11 +296,10 @@ class StageCopy:
         given, saved = self._fresh(value), SavedTensors(self._device)
         with saved.saving():
             output = self._forward(given)
-        block = block_of(self._device)
 
         def moving() -> tuple[int, ...]:
             memories = [each.storage for each in saved.moving() if each.storage is not None]
-            return tuple([-(-storage.nbytes() // block) * block for storage in memories])
+            return tuple([in_blocks(storage.nbytes(), self._device) for storage in memories])
 
         before = moving()
         roots = [get_gradient_edge(tensor) for tensor in self._ends(output)]  # the graph stays

@@ -52,7 +52,6 @@ class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
     def __init__(self, device: torch.device, present: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._device = device
-        self._block = block_of(device)
         self._sizes: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._not_counted = list(present)  # kept, so that no other storage gets one of their addresses
         self._present = {memory_key(tensor) for tensor in self._not_counted}
@@ -92,15 +91,15 @@ class StorageMeter(torch_private.DispatchMode):  # type: ignore[misc]
         return int(stats.get("allocated_bytes.all.freed", 0))
 
     def _count(self, key: Any, storage: torch.UntypedStorage) -> None:
-        size = -(-storage.nbytes() // self._block) * self._block
+        size = in_blocks(storage.nbytes(), self._device)
         # What is counted must not keep the meter alive, which keeps tensors.
         self._sizes[key] = size, weakref.ref(storage, functools.partial(_free, weakref.ref(self), key))
         self.live += size
 
 
-def block_of(device: torch.device) -> int:
-    """The bytes of which a device's allocator gives multiples."""
-    return _BLOCK if is_accelerator(device) else 1
+def in_blocks(size: int, device: torch.device) -> int:
+    """The bytes that a device's allocator gives for so many."""
+    return -(-size // _BLOCK) * _BLOCK if is_accelerator(device) else size
 
 
 def _free(meter: weakref.ref[StorageMeter], key: int, _: object) -> None:

@@ -374,7 +374,7 @@ OPTIMIZERS = {
 
 
 def predicted_and_counted(
-    kind: str, schedule: str, checkpoint: str, place: str, optimizer_of: Any, *, offload: bool | int = False
+    kind: str, schedule: str, checkpoint: str, place: str, optimizer_of: Any, *, offload: bool | int | str = False
 ) -> dict[torch.device, float]:
     """For each device, what was predicted as a multiple of what the device's allocator then counts in a step.
 
@@ -461,10 +461,12 @@ def test_what_a_device_holds_is_what_it_then_counts(
         ("transformer", "gpipe", "never", "alone", 2),
         ("transformer", "gpipe", "always", "one each", 1),
         ("bottlenecks", "interleaved-1f1b", "never", "one each", 1),
+        ("bottlenecks", "zb-v", "never", "one each", "activations"),
+        ("bottlenecks", "gpipe", "always", "one each", 1),
     ],
 )
 def test_what_a_device_holds_while_activations_are_in_host_memory(
-    kind: str, schedule: str, checkpoint: str, place: str, offload: int
+    kind: str, schedule: str, checkpoint: str, place: str, offload: int | str
 ) -> None:
     for ratio in predicted_and_counted(kind, schedule, checkpoint, place, None, offload=offload).values():
         assert ratio == pytest.approx(1, abs=0.05)
