@@ -65,6 +65,7 @@ SLOW = [
         ("zb-v", "never", "sharded", True, 1, "activations"),
         ("interleaved-1f1b", "never", "nested", True, 1, "activations"),
         ("gpipe", "except_last", "sharded", True, None, 1),
+        ("looped-bfs", "never", "whole", True, None, "activations"),
         *SLOW,
     ],
 )

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from pipework import Mesh, Pipe
 from pipework.testing import draw_key, reference_step
-from tests.distributed.together.alike import other_gradients
+from tests.distributed.together.alike import of_all_ranks, other_gradients
 from tests.distributed.together.sharding import CHUNKS, PLAN, WIDTH, Block
+from tests.exactness.test_offload import reserved
 from tests.jobs import runs_on
 
 
@@ -69,7 +70,8 @@ def model(mesh: DeviceMesh, plan: str) -> nn.Sequential:
 
 SCHEDULES = "gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "looped-bfs", "zb-v", "dualpipe-v"
 SLOW = [
-    pytest.param(schedule, mode, plan, marks=pytest.mark.slow)
+    pytest.param(schedule, mode, plan, offload, marks=pytest.mark.slow)
+    for offload in (False, "activations")
     for schedule in SCHEDULES
     for mode in ("never", "except_last", "always")
     for plan in PLANS
@@ -77,17 +79,20 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("schedule", "checkpoint", "plan"),
+    ("schedule", "checkpoint", "plan", "offload"),
     [
-        ("1f1b", "never", "tensor"),
-        ("zb-h1", "except_last", "dtensors"),
-        ("interleaved-1f1b", "always", "sequence"),
-        ("zb-v", "never", "tensor"),
+        ("1f1b", "never", "tensor", False),
+        ("zb-h1", "except_last", "dtensors", False),
+        ("interleaved-1f1b", "always", "sequence", False),
+        ("zb-v", "never", "tensor", "activations"),
+        ("gpipe", "except_last", "dtensors", 1),
         *SLOW,
     ],
 )
 @runs_on(4)
-def test_the_bits_of_the_layers_without_a_pipe(mesh: Mesh, schedule: str, checkpoint: str, plan: str) -> None:
+def test_the_bits_of_the_layers_without_a_pipe(
+    mesh: Mesh, schedule: str, checkpoint: str, plan: str, offload: bool | int | str
+) -> None:
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     generator = torch.Generator().manual_seed(7)
     x, y = (torch.randn(8, 4, WIDTH, generator=generator) for _ in range(2))
@@ -96,7 +101,7 @@ def test_the_bits_of_the_layers_without_a_pipe(mesh: Mesh, schedule: str, checkp
         balance[0], balance[-1] = balance[0] + 1, balance[-1] + 1
     options: dict[str, Any] = {"balance": balance, "schedule": schedule, "loss_fn": F.mse_loss, "mesh": device_mesh}
     reference = model(device_mesh["tp"], plan)
-    pipe = Pipe(model(device_mesh["tp"], plan), CHUNKS, checkpoint, **options)
+    pipe = Pipe(model(device_mesh["tp"], plan), CHUNKS, checkpoint, offload=offload, **options)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (pipe, reference)]
     for step in range(2):
         torch.manual_seed(step)
@@ -111,4 +116,5 @@ def test_the_bits_of_the_layers_without_a_pipe(mesh: Mesh, schedule: str, checkp
             optimizer.step()
             optimizer.zero_grad()
     stages = pipe._executor.engine_in_use().stages.values()
+    assert any(of_all_ranks(reserved(pipe))) == (bool(offload) and plan != "dtensors")  # DTensors stay
     assert schedule.startswith("zb") <= any(deferred for stage in stages for deferred in stage.deferred.values())
