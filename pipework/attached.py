@@ -121,12 +121,12 @@ def attach(
     loss gets one, `loss_fn`, and `model(**batch, target=y)` returns it; or its schedule is "gpipe" (or another with all
     backwards after all forwards), and the call returns what the model returns, for a loss outside of the pipe.
 
-    What a model returns is joined along its rows. A number is averaged by rows. There is None, and a warning, in place
-    of other tensors without rows, such as similarities of rows with each other.
+    Outputs of micro-batches are joined along their rows, and numbers are averaged by rows. Other tensors without rows,
+    such as similarities of rows with each other, become None, with a warning.
 
-    With a mesh all processes call it, with the same model, which may lie on the meta device. Each then has the values
-    of its own units only: `model.parameters()` are those, and `model.state_dict()` and `model.generate()` say where the
-    others are. `pipe.state_dict()`, `save_checkpoint` and `save_pretrained` are for all processes.
+    With a mesh all processes call it, with the same model, which may lie on the meta device. Each process then has the
+    values of its own units only: `model.parameters()` has these alone, and `model.state_dict()` and `model.generate()`
+    raise an error that says where the others are. Use `pipe.state_dict()`, `save_checkpoint` and `save_pretrained`.
 
     Args:
         model: any module.
@@ -137,12 +137,12 @@ def attach(
         target: the argument of the forward that the model's own loss needs; None: "labels". A call without it returns
             what the model returns, and is for evaluation only, unless the schedule has all backwards after all
             forwards.
-        loss_fn: from what the model returns for a micro-batch, such as an object with its fields, and from that
-            micro-batch of `target=` to the loss; see `Pipe`. A call is one of a `Pipe` then: `return_output=True`
-            returns a pair. None: the model computes its loss itself, or it is outside.
+        loss_fn: a function of the model's output for a micro-batch, such as an object with its fields, and of that
+            micro-batch of `target=`; it returns the loss, see `Pipe`. The model is then called as a `Pipe` is:
+            `return_output=True` returns a pair. None: the model computes its loss itself, or the loss is outside.
         loss_reduction: see `Pipe`: what the model itself does over the rows, 'mean' or 'sum'.
-        loss_weight: from a micro-batch's target to its weight in the mean; None: what the model's library says, else
-            the rows.
+        loss_weight: a function of a micro-batch's target that returns its weight in the mean; None: what the model's
+            library says, else the number of rows.
         blocks: see `to_sequential`.
         chunks: see `Pipe`.
         checkpoint: see `Pipe`.
@@ -155,10 +155,10 @@ def attach(
         outputs: if workers are processes, which of them get what the model returns beside the loss: 'all', or 'last',
             that of the last stage. In training none does, and all get the loss.
         mesh: see `Pipe`.
-        check: run these rows through the model and through its parts, in evaluation mode, without gradients and with
-            0.5 for each number that is drawn, and compare; and compare their loss with what the pipe makes of the loss
-            of each. Nothing is compared with a mesh, or if the model is not whole on the device of the sample, as on
-            the meta device.
+        check: run the first rows of the sample through the model and through its parts, in evaluation mode, without
+            gradients and with 0.5 for each random number, and compare the outputs; and compare the model's loss of
+            these rows with what the pipe makes of the losses of each row. Nothing is compared with a mesh, or if parts
+            of the model lie on another device than the sample, such as the meta device.
         plan: of the model's units: what `pipework.plan(model, sample)` returned. It decides chunks, checkpoint, balance
             and schedule, and the devices unless they are given.
         split: see `Pipe`. All arguments but the target are given to the function by their names, and what it returns

@@ -50,9 +50,8 @@ if TYPE_CHECKING:
 class Pipe(Layers):
     """Trains an `nn.Sequential` as a pipeline: its layers are cut into partitions, each mini-batch into micro-batches.
 
-    Partitions work at the same time, each on its own device and on another micro-batch. What comes out is what the
-    module itself computes, to the last bit of every gradient, micro-batch by micro-batch; outside, it is ordinary
-    autograd.
+    Partitions work at the same time, each on its own device and on another micro-batch. Outputs, loss and gradients are
+    those of the module run micro-batch by micro-batch, to the last bit; outside, the pipe is ordinary autograd.
 
     Args:
         module: the layers in order. They stay the user's own objects, with the parameter names of `module`. Those on
@@ -61,17 +60,16 @@ class Pipe(Layers):
             rows makes as many as it has rows. More chunks make a smaller bubble (the workers' idle share,
             (p-1)/(m+p-1) for p workers and m chunks), until a micro-batch is too small to keep a device busy.
         checkpoint: which micro-batches are computed again for their backward instead of being kept: 'always',
-            'except_last' or 'never'. Training mode only. A `Schedule` of your own with ``R`` says it itself, for each
-            stage; leave this out then.
-        deferred_batch_norm: batch norms take their running statistics from the whole mini-batch instead of from each
-            micro-batch in turn (see `DeferredBatchNorm`, which replaces them in `module`). None: they do not, and a
-            warning says so.
+            'except_last' or 'never'. Training mode only. Leave this out with a `Schedule` of your own that has ``R``.
+        deferred_batch_norm: True replaces the batch norms in `module` by `DeferredBatchNorm`, whose running statistics
+            are those of the whole mini-batch. False: batch norms stay, and take statistics of each micro-batch in turn.
+            None: likewise, and a warning names them.
         balance: how many layers each partition has. None: as the layers lie on devices already, else chosen by their
             cost.
-        devices: one for each worker, which holds one partition, or several if the schedule is one of those; numbers
-            are accelerators. ["cpu", "cpu"] means two workers that really run at the same time, each with its share of
-            the cores; those for which there is no partition stay unused. None: where the layers lie, else all
-            accelerators, else the CPU.
+        devices: one for each worker, which holds one partition, or several if the schedule is such as
+            'interleaved-1f1b'; numbers are accelerators. ["cpu", "cpu"] means two workers that run at the same time,
+            each with its share of the cores. Devices without a partition stay unused. None: where the layers lie, else
+            all accelerators, else the CPU.
         schedule: the order of what the workers do: the name of any schedule that trains, such as 'gpipe', '1f1b',
             'interleaved-1f1b', 'looped-bfs', 'zb-h1' or 'zb-v' (or of its class in torch.distributed.pipelining), a
             `Schedule` of your own, or a `ScheduleSpec` that makes one of any size. All but 'gpipe' and 'looped-bfs'
@@ -108,10 +106,11 @@ class Pipe(Layers):
             thread, so that the host is no limit. What graphs cannot repeat is an error. 'auto': where there are no
             graphs, or a layer cannot be captured, the pipe goes on without. 'hooks': hooks of layers may be left out of
             replays; with 'auto' as ('auto', 'hooks'). See docs/gpus.md.
-        offload: 'activations': what a micro-batch holds on a stage goes to host memory after its forward, and comes
-            back for its backward, while the worker computes others. A number: so many micro-batches stay on the device
-            for each stage, the newest. Copies are placed as if one took as long as a forward; `plan` measures them.
-            Training mode only. A `Schedule` of your own with ``O`` and ``L`` says it itself.
+        offload: 'activations': the activations of a micro-batch on a stage go to host memory after its forward, and
+            come back for its backward, while the worker computes others. A number n: those of the newest n
+            micro-batches of each stage stay on the device. Copies are placed as if one took as long as a forward;
+            `plan` measures them. Training mode only. Leave this out with a `Schedule` of your own that has ``O`` and
+            ``L``.
 
     Raises:
         TypeError: `module` is no `nn.Sequential`.
@@ -351,30 +350,30 @@ class Pipe(Layers):
         """Computes what the un-partitioned module would, and prepares for its backward.
 
         With a target the whole schedule runs, forward and backward, and the loss is returned; its `backward()` delivers
-        the gradients, which are there already.
+        the gradients that this call has computed.
 
         Args:
             inputs: go to the first layer, moved to its device. Tensors are split along their rows, everything else
-                goes to every micro-batch as it is. The first tensor has its rows in dimension 0, others where they have
-                this size in the first mini-batch. `Chunk` and `NoChunk` say otherwise. `MicroBatches`
+                goes to every micro-batch as it is. The first tensor has its rows in dimension 0, any other in the
+                dimension that has as many in the first mini-batch. `Chunk` and `NoChunk` say otherwise. `MicroBatches`
                 are not split: they are the parts.
             target: what the loss compares the output with, any nested structure, moved to the last device and split
                 along dimension 0, or `MicroBatches` like the inputs. None: the loss is computed outside.
             return_output: return loss and output.
-            loss_scale: with a target, multiplies the loss that is returned, and already the loss of each micro-batch
-                before its backward, such as 1 / 8 for the mean over 8 mini-batches whose gradients are accumulated. A
-                factor outside, `(pipe(x, target=y) / 8).backward()`, multiplies gradients that are there already,
-                which differs if a backward is not linear, as with a hook that clamps. A positive number, or a
-                0-dimensional tensor; if workers are processes, that of the last stage's process counts.
-            outputs: if workers are processes: 'last' returns outputs in that of the last stage, and None in all others;
-                'all' returns them everywhere.
+            loss_scale: with a target, multiplies the loss of each micro-batch before its backward, and the loss that is
+                returned: 1 / 8 for the mean over 8 mini-batches whose gradients are accumulated. A factor outside,
+                `(pipe(x, target=y) / 8).backward()`, multiplies finished gradients, which differs if a backward is not
+                linear, as with a hook that clamps. A positive number, or a 0-dimensional tensor; if workers are
+                processes, the one of the last stage's process counts.
+            outputs: if workers are processes: 'last' returns outputs in the process of the last stage, and None in all
+                others; 'all' returns them everywhere.
             keyword_inputs: like `inputs`.
 
         Returns:
-            With a target the loss of the mini-batch, 0-dimensional; if `return_output`, a pair of it and the output,
-            which has no graph. Without one the last layer's output, on the last device: tensors are concatenated over
-            the micro-batches (0-dimensional ones averaged by rows), other values collected in a list. If the inputs are
-            `MicroBatches`, so are the outputs.
+            With a target the loss of the mini-batch, 0-dimensional; with `return_output` a pair of the loss and the
+            output, which has no graph. Without a target the last layer's output, on the last device: tensors are
+            concatenated over the micro-batches (0-dimensional ones averaged by rows), other values collected in a list.
+            If the inputs are `MicroBatches`, so are the outputs.
 
             If workers are processes, all of them return the same loss.
 
@@ -462,16 +461,16 @@ class Pipe(Layers):
     ) -> Prediction:
         """Says how long a training step will take and how much memory each stage will need, before there was one.
 
-        Each stage runs its part of one micro-batch forward and backward on a copy, by itself; nothing of the pipe
-        changes. The schedule is then simulated with what was measured. Workers that run at the same time may slow
-        each other down, which this does not know.
+        A copy of each stage runs one micro-batch forward and backward, by itself; the pipe does not change. The
+        schedule is then simulated with the measured times and bytes. The prediction does not know that workers may slow
+        each other down.
 
         Args:
             inputs: of a mini-batch, as for the pipe itself, or for the model to which it is attached. All micro-batches
                 are taken to be like the largest one.
-            target: likewise; None: the loss is outside.
-            optimizer: counts, too: of the pipe's parameters, or how many numbers one keeps for each of them, such as 2
-                for Adam.
+            target: of the mini-batch; None: the loss is outside.
+            optimizer: whose state counts, too; or how many numbers an optimizer keeps for each parameter, such as 2 for
+                Adam.
             timeout: for how many seconds to measure each stage.
             progress: called with a line for each stage, such as `print`; None: lines are logged to "pipework" (INFO).
             keyword_inputs: like `inputs`.
