@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipework import PipeWarning, Plan, attach, plan, to_sequential
+from pipework import Chunk, NoChunk, PipeWarning, Plan, attach, plan, to_sequential
 from pipework.model.checkpoint import MODES
 from pipework.model.parts.cut import Cuttable
 from pipework.values import nested
@@ -785,6 +785,32 @@ class Outside(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.last[0](self, x) if labels is None else {"loss": functional.mse_loss(x, labels)}
+
+
+@dataclasses.dataclass
+class Noisy:
+    """What a model takes, whole: `shift` has the rows in dimension 1, or every micro-batch gets all of it."""
+
+    x: Tensor
+    shift: Any
+
+
+class TakesNoisy(Outside):
+    def forward(self, batch: Noisy) -> Any:  # type: ignore[override]
+        return super().forward(batch.x + batch.shift.T)
+
+
+@pytest.mark.parametrize("mark", [lambda value: Chunk(value, dim=1), lambda value: NoChunk(value[:, :1])])
+def test_a_dataclass_of_inputs_is_cut_and_its_outputs_are_joined(mark: Callable[[Tensor], Any]) -> None:
+    model, x, shift = TakesNoisy(lambda model, x: [x, x.T]), torch.randn(7, WIDTH), torch.randn(WIDTH, 7)
+    plain, batch = copy.deepcopy(model), Noisy(x, mark(shift))
+    pipe = attach(model, (batch,), schedule="gpipe", chunks=3, devices=["cpu"] * 2, balance=[2, 2])
+    assert pipe._executor.layout.outputs == {"output[0]": 0, "output[1]": 1}
+    output, expected = model(batch), plain(Noisy(x, batch.shift.value))
+    torch.testing.assert_close(output, expected)
+    output[1].sum().backward()
+    expected[1].sum().backward()
+    torch.testing.assert_close(model.blocks[0].inner.weight.grad, plain.blocks[0].inner.weight.grad)
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

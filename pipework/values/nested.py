@@ -129,8 +129,9 @@ def unflatten(tensors: tuple[Tensor, ...], structure: Structure | None) -> Any:
 
 
 def replaced(value: Any, kind: type | tuple[type, ...], replacement: Callable[[Any], Any]) -> Any:
-    """The value with every leaf of a type, or of one of several, replaced."""
-    return pytree.tree_map(lambda leaf: replacement(leaf) if isinstance(leaf, kind) else leaf, value)
+    """The value with every leaf of a type, or of one of several, replaced, also in dataclasses."""
+    leaves, spec = leaves_of(value, kind)
+    return pytree.tree_unflatten([replacement(leaf) if isinstance(leaf, kind) else leaf for leaf in leaves], spec)
 
 
 def same(left: Any, right: Any) -> bool:
