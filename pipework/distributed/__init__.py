@@ -7,7 +7,6 @@
 * `peer_group`: the ranks of one pipe, the calls that they make together, and how these fail.
 * `step_calls`, `data_digest`: at the beginning of a call, the ranks compare what they call, and with which data.
 * `shared_tensors`: which parameters and buffers must be the same on ranks that have the same layers.
-* `own_layers`: refuses an optimizer with parameters of other ranks, and clipping by the gradients of one rank.
 * `store_prefix`: keeps the keys of two attempts of a job apart.
 
 Messages are in `transport`, gradients of several ranks in `gradients`, failures in `health`.

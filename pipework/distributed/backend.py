@@ -21,15 +21,14 @@ from pipework.distributed.gradients.grad_norm import (
 )
 from pipework.distributed.gradients.tied import tied_parameters
 from pipework.distributed.mesh import mesh_of
-from pipework.distributed.own_layers import refuse_optimizers_of_others, refuse_partial_clipping
 from pipework.distributed.peer_group import PeerGroup
 from pipework.distributed.rendezvous import RendezvousSpec
 from pipework.distributed.shared_tensors import SharedTensors, refuse_foreign_meshes, refuse_other_shards
 from pipework.distributed.step_calls import Delivered, StepCalls
 from pipework.distributed.transport.rank_transport import RankTransport
 from pipework.fsdp_private import fsdp_modules
-from pipework.model.release import release_layers
-from pipework.model.state_names import local_dimensions, patterns_of, state_name
+from pipework.model.release import refuse_optimizers_of_others, refuse_partial_clipping, release_layers
+from pipework.model.state_names import local_dimensions, patterns_of
 from pipework.runtime.random.streams import draw_key
 from pipework.timeline.shared_clock import intervals_as_text, intervals_from_text
 from pipework.values.dtensor import is_dtensor
@@ -148,8 +147,9 @@ class DistributedBackend(PeerGroup):
             groups["control"], self.pipe_ranks, placement[0], placement[-1], layers, tensors.digest_of_trained
         )
         self._found_inf = FoundInf(groups["everyone"], mesh.device)
-        waits, gathers_in_order = self.monitor.progress.waits, mesh.whole_stages is not None
-        self._averaging = Averaging(every_replicas, tensors, waits, gathers_in_order=gathers_in_order)
+        self._averaging = Averaging(
+            every_replicas, tensors, self.monitor.progress.waits, gathers_in_order=mesh.whole_stages is not None
+        )
         self._leave_to_others(spec)
         note_places(spec.partitions)
 
@@ -157,16 +157,8 @@ class DistributedBackend(PeerGroup):
         """Frees the layers of other ranks, and refuses what would silently work with this rank's layers alone."""
         placed = list(zip(spec.assignment.placement, spec.partitions, strict=True))
         own = self._own = [partition for worker, partition in placed if worker == self.mesh.worker]
-        own_ids = {id(parameter) for partition in own for parameter in partition.parameters()}
-        others = [(self.pipe_ranks[worker], part) for worker, part in placed if worker != self.mesh.worker]
-
-        before = [
-            (state_name(partition._modules, name), f"rank {rank}", tensor)
-            for rank, partition in others
-            for name, tensor in partition.named_parameters()
-            if id(tensor) not in own_ids and not tensor.is_meta
-        ]
-        release_layers([(n, layer, f"rank {rank}") for rank, part in others for n, layer in part.named_children()], own)
+        others = [(f"rank {self.pipe_ranks[worker]}", part) for worker, part in placed if worker != self.mesh.worker]
+        before = release_layers([(n, layer, who) for who, part in others for n, layer in part.named_children()], own)
         if others:
             refuse_optimizers_of_others(self, before)
             mine = weakref.WeakSet(own)  # a layer may have a reference to the pipe, which would never end

@@ -79,8 +79,8 @@ class Mesh:
     replica_dimensions: tuple[str, ...] = (REPLICAS,)
 
     def __post_init__(self) -> None:
-        refuse_options(self.detect, self.action_timeout, self.timeout, self.grace, self.whole_stages)
-        patterns_of(self.local_parameters)
+        options = self.detect, self.action_timeout, self.timeout, self.grace
+        _refuse_options(*options, self.local_parameters, self.whole_stages)
 
     @classmethod
     def of(
@@ -110,9 +110,8 @@ class Mesh:
                 "replicas if there are any, and any other names for dimensions over which the layers themselves are "
                 'sharded, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))'
             )
-        along = (
-            texts_of(replicas) if isinstance(replicas, Sequence) else None
-        )  # a set has another order in each process
+        # A set has another order in each process.
+        along = texts_of(replicas) if isinstance(replicas, Sequence) else None
         wrong = along is None or not {*along} <= {*names} - {PIPELINE} or len({*along}) < len(along)
         if along is None or (wrong and along != (REPLICAS,)):
             raise ValueError(
@@ -179,10 +178,9 @@ class Mesh:
         return {"dimensions": list(self._names), "of replicas": along, "ranks": self.device_mesh.mesh.tolist()}
 
     @property
-    def layer_dimensions(self) -> dict[str, int]:
-        """The place of this process in the dimensions over which layers are sharded, such as "tp"."""
-        names = [name for name in self.dimensions_of_layers if name not in self.replica_dimensions]
-        return {name: self.device_mesh.get_local_rank(name) for name in names}
+    def layer_dimensions(self) -> list[str]:
+        """The dimensions over which layers are sharded, such as "tp"."""
+        return [name for name in self.dimensions_of_layers if name not in self.replica_dimensions]
 
     @property
     def dimensions_of_layers(self) -> list[str]:
@@ -327,8 +325,8 @@ def init(
     """
     if isinstance(dp, bool) or not isinstance(dp, int) or dp < 1:
         raise ValueError(f"dp is the number of replicas, a positive integer: got {dp!r}")
-    refuse_options(detect, action_timeout, timeout, grace, whole_stages)
-    patterns_of(local_parameters)
+    options = detect, action_timeout, timeout, grace, local_parameters, whole_stages
+    _refuse_options(*options)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         if dp > 1:
             logger.warning(
@@ -356,7 +354,6 @@ def init(
     device_mesh = init_device_mesh(device.type, (dp, ranks // dp), mesh_dim_names=(REPLICAS, PIPELINE))
     if own_job:
         _destroy_at_exit(hook, device_mesh)
-    options = detect, action_timeout, timeout, grace, local_parameters, whole_stages
     return Mesh(device_mesh, device, torch_private.default_store(), *options)
 
 
@@ -379,10 +376,10 @@ def doubt_about_no_mesh() -> str | None:
     )
 
 
-def refuse_options(
-    detect: float, action_timeout: float | None, timeout: float, grace: float, whole_stages: int | None
+def _refuse_options(
+    detect: float, action_timeout: float | None, timeout: float, grace: float, local: Any, whole_stages: int | None
 ) -> None:
-    """Raises a ValueError if an argument is out of range; see `init`."""
+    """Raises a ValueError or a TypeError for an argument; see `init`."""
     if not detect >= 1:
         raise ValueError(f"detect must be at least 1 second, or a busy process would be lost: got {detect!r}")
     if action_timeout is not None and not action_timeout > 0:
@@ -393,6 +390,7 @@ def refuse_options(
         raise ValueError(f"grace must be a number of seconds, 0 or more: got {grace!r}")
     if whole_stages is not None:
         positive_integers(whole_stages=whole_stages)
+    patterns_of(local)
 
 
 def mesh_of(given: Mesh | DeviceMesh) -> Mesh:

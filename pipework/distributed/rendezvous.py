@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 import threading
 import time
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pipework.distributed.transport import groups
 from pipework.distributed.transport.channel import Channel, DeviceChannel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -139,7 +138,7 @@ class Connections:
             raise
 
     def _connect_all(self) -> None:
-        mesh, placement = self._mesh, self._spec.placement
+        mesh = self._mesh
         in_order = sorted(mesh.everyone)  # which another rank may have in another order, until they have agreed
         self.groups["everyone"] = self._group(self._store, "everyone", in_order, mesh.rank)
         agree(self.groups["everyone"], in_order, self._contract)
@@ -150,7 +149,8 @@ class Connections:
         self.groups["control"] = self._group(own, "control", range(len(mesh.ranks)), mesh.worker)
         if mesh.data_parallel_size > 1:
             for ranks in (mesh.replicas, *self._tensors.averaging[1:]):
-                self.every_replicas.append(self._data_parallel(ranks))
+                both = self._groups(self._store, f"replicas on {ranks}", ranks, mesh.rank)
+                self.every_replicas.append(DataParallel(both[0], ranks, both[1], mesh.data_parallel_size))
             for replicas in self.every_replicas:
                 refuse_some_different(*self._compared(replicas.group, replicas.ranks))
             for replicas in self.every_replicas:
@@ -159,17 +159,13 @@ class Connections:
             name = f"layers of worker {mesh.worker} of replica {mesh.data_parallel_rank}"
             group = self._group(self._store, name, same_layers, mesh.rank)
             self.groups["layers"] = group
-            refuse_any_different(self._compared(group, same_layers)[0], same_layers, list(mesh.layer_dimensions))
-        self.tied = TiedParameters(self._spec.tied, placement, mesh.worker, self.channels, mesh.ranks)
+            refuse_any_different(self._compared(group, same_layers)[0], same_layers, mesh.layer_dimensions)
+        self.tied = TiedParameters(self._spec, mesh, self.channels)
         self.tied.share_values()
 
     def _compared(self, group: Group, ranks: Sequence[int]) -> tuple[list[str], list[str]]:
         """How the tensors that these ranks share compare."""
         return self._tensors.compare(ranks, groups.begin_gather(group, self._tensors.digests(ranks))())
-
-    def _data_parallel(self, ranks: Sequence[int]) -> DataParallel:
-        group, device_group = self._groups(self._store, f"replicas on {ranks}", ranks, self._mesh.rank)
-        return DataParallel(group, ranks, device_group, self._mesh.data_parallel_size)
 
     def _connect(self, store: Store) -> None:
         """Makes a channel to each worker that this one exchanges messages with.
@@ -204,28 +200,24 @@ class Connections:
         group = self._group(store, name, members, rank)
         if not self._mesh.uses_nccl:
             return group, None
-        make = functools.partial(groups.nccl_group, device=self._mesh.device)
-        self.device_groups.append(self._group(store, f"{name}, NCCL", members, rank, make))
+        name = f"{name}, NCCL"
+        self._wait_for_members(store, name, members, rank)
+        with groups.transferring():
+            self.device_groups.append(groups.nccl_group(store, name, members, rank, self._mesh.device))
         return group, self.device_groups[-1]
 
-    def _group(
-        self,
-        store: Store,
-        name: str,
-        members: Sequence[int],
-        rank: int,
-        make: Callable[[Store, str, Sequence[int], int], Group] | None = None,
-    ) -> Group:
-        """A group, made once all its members are there.
+    def _group(self, store: Store, name: str, members: Sequence[int], rank: int) -> Group:
+        """A group for tensors on the CPU, made once all its members are there."""
+        self._wait_for_members(store, name, members, rank)
+        with groups.transferring():
+            return groups.group_of(store, name, members, rank, self._devices)
 
-        Making a group waits inside of PyTorch for missing members, and nothing ends that wait. So the wait is here.
-        """
+    def _wait_for_members(self, store: Store, name: str, members: Sequence[int], rank: int) -> None:
+        """Waits until all members of a group are there: PyTorch would wait for them, and nothing ends that wait."""
         key = f"{name}/member {{}}".format
         store.set(key(rank), "")
         pause, deadline = 0.001, time.monotonic() + self._mesh.timeout
-        while not store.check([key(member) for member in members]):
-            if self._over.is_set():
-                raise RuntimeError("the rendezvous was ended because a rank has failed")
+        while not self._over.is_set() and not store.check([key(member) for member in members]):
             if not self.agreed and time.monotonic() > deadline:
                 missing = [str(member) for member in members if not store.check([key(member)])]
                 raise TimeoutError(
@@ -236,6 +228,3 @@ class Connections:
             pause = min(1.5 * pause, _POLL)
         if self._over.is_set():
             raise RuntimeError("the rendezvous was ended because a rank has failed")
-        with groups.transferring():
-            make = make or functools.partial(groups.group_of, devices=self._devices)
-            return make(store, name, members, rank)

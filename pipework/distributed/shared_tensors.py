@@ -54,11 +54,8 @@ class SharedTensors:
             over ranks that do not go with it.
     """
 
-    def __init__(
-        self, named: Iterable[tuple[str, Tensor]], mesh: Mesh, local_names: Mapping[str, Dimensions] | None = None
-    ) -> None:
-        self._named = list(named)
-        local_names = local_names or {}
+    def __init__(self, named: list[tuple[str, Tensor]], mesh: Mesh, local_names: Mapping[str, Dimensions]) -> None:
+        self._named = named
         same = {over: mesh.same_layers_at(_local_over(over, mesh)) for over in {*local_names.values()}}
         self.local = {id(tensor): same[local_names[name]] for name, tensor in self._named if name in local_names}
         self.any_are_local = bool(local_names)

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import struct
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pipework.backend import StepCall
@@ -174,44 +175,36 @@ class RankCall(NamedTuple):
         return cls(number, StepCall(*call), Delivered(*losses), *digests)
 
 
+@dataclass(eq=False)
 class StepCalls:
     """The calls of a pipe, as one rank makes them together with the others.
 
-    Args:
+    Attributes:
         group: of the ranks of this pipe.
         ranks: their numbers in the job.
         first: the worker of the first stage.
         last: the worker of the last stage.
         layers: a group of the ranks that compute the same layers, and their numbers; None: there are no others.
         trained: gives a digest of which parameters are trained.
+        losses: which were brought backward here.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        ranks: Sequence[int],
-        first: int,
-        last: int,
-        layers: tuple[Group, Sequence[int]] | None = None,
-        trained: Callable[[], int] = int,
-    ) -> None:
-        self._group = group
-        self._ranks = ranks
-        self._worker = group.rank()
-        self._first = first
-        self._last = last
-        self._layers = layers
-        self._trained = trained
-        self._number = 0
-        self.losses = DeliveredLosses()
+    group: Group
+    ranks: Sequence[int]
+    first: int
+    last: int
+    layers: tuple[Group, Sequence[int]] | None
+    trained: Callable[[], int]
+    losses: DeliveredLosses = field(default_factory=DeliveredLosses, init=False)
+    _number: int = field(default=0, init=False)
 
     def own(self, call: StepCall, inputs: Any, target: Any) -> RankCall:
         """The record of this rank for the next call. The caller's thread computes it, whose streams write the data."""
-        several = len(self._ranks) > 1 or self._layers is not None
+        several = len(self.ranks) > 1 or self.layers is not None
         samples = several and is_checked(self._number)  # reading a sample takes up to 0.1 ms
         self._number += 1
         digests = (data_digest(inputs), data_digest(target)) if samples else (NO_DATA, NO_DATA)
-        trained = self._trained() if self._layers is not None else 0
+        trained = self.trained() if self.layers is not None else 0
         return RankCall(self._number, call, self.losses.told(waits=samples), trained, *digests)
 
     def exchange(self, mine: RankCall, batch: MiniBatch | None) -> StepCall:
@@ -225,38 +218,38 @@ class StepCalls:
             ValueError: the ranks make different calls, were given different data, or brought other losses backward.
             LostConnectionError: a rank is gone.
         """
-        if self._layers is not None:
-            mine = self._agree_on_layers(*self._layers, mine)
-        records = _gathered(self._group, mine)
+        if self.layers is not None:
+            mine = self._agree_on_layers(*self.layers, mine)
+        records = _gathered(self.group, mine)
         for name in ("number", *_ALIKE):
-            _refuse_difference(name, records, self._ranks)
-        for rank, theirs in zip(self._ranks, records, strict=True):
+            _refuse_difference(name, records, self.ranks)
+        for rank, theirs in zip(self.ranks, records, strict=True):
             self.check_delivered(mine.losses, theirs.losses, rank)
         self.losses.begin_call()
         self._check_data(records)
-        call, has_target = records[self._first].call, records[self._last].call.has_target
+        call, has_target = records[self.first].call, records[self.last].call.has_target
         agreed = call._replace(has_target=has_target, target_is_unread=call.has_target and not has_target)
         if mine.call.layers is not None:
             agreed = agreed._replace(layers=[number for each in records for number in each.call.layers or ()])
         if not gradients_are_there(mine.call.gradients, agreed.gradients):
             raise ValueError(
-                f"an input requires a gradient on rank {self._ranks[self._worker]}, which rank "
-                f"{self._ranks[self._first]}, that reads the inputs, was given in another shape or without: what comes "
+                f"an input requires a gradient on rank {self.ranks[self.group.rank()]}, which rank "
+                f"{self.ranks[self.first]}, that reads the inputs, was given in another shape or without: what comes "
                 "before a pipe runs on all ranks alike. Give them the same inputs; where no gradient is wanted, "
                 "detach() them or pass None"
             )
         if agreed.given is not None:
             rows = [NO_ROWS] * agreed.micro_batches if batch is None else batch.rows
-            agreed = agreed._replace(given=begin_gather(self._group, rows)()[self._first].tolist())
+            agreed = agreed._replace(given=begin_gather(self.group, rows)()[self.first].tolist())
         return agreed
 
     def _agree_on_layers(self, group: Group, ranks: Sequence[int], mine: RankCall) -> RankCall:
         """This rank's record with the key of the first rank that computes the same layers. All must be alike."""
         everyone = _gathered(group, mine)
         compared = ["number", *_ALIKE, "trained"]
-        if self._worker == self._first:
+        if self.group.rank() == self.first:
             compared += ["rows", "micro_batches", "inputs", "gradients"]
-        if self._worker == self._last:
+        if self.group.rank() == self.last:
             compared += ["has_target", "targets"]
         for name in compared:
             _refuse_difference(name, everyone, ranks)
@@ -266,7 +259,7 @@ class StepCalls:
 
     def check_delivered(self, mine: Delivered, theirs: Delivered, rank: int) -> None:
         """Raises a ValueError if another rank brought other losses backward, or with another factor."""
-        ranks = self._ranks[self._worker], rank
+        ranks = self.ranks[self.group.rank()], rank
         if (found := self.losses.difference(theirs.marks)) is not None:
             call, here = found
             one, other = ranks if here else ranks[::-1]
@@ -290,8 +283,8 @@ class StepCalls:
         as inputs that the last rank has augmented in another way, or with other rounding. But what comes before the
         pipe on a rank gets the gradient of the first rank's inputs, so that both must have the same.
         """
-        ranks = [self._ranks[self._first], self._ranks[self._last]]
-        pair = first, last = records[self._first], records[self._last]
+        ranks = [self.ranks[self.first], self.ranks[self.last]]
+        pair = first, last = records[self.first], records[self.last]
         if first.call.gradients and last.call.gradients:
             _refuse_difference("inputs", pair, ranks)
         known = [what for what in ("inputs", "targets") if NO_DATA not in (getattr(first, what), getattr(last, what))]

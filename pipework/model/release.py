@@ -1,11 +1,16 @@
-"""Layers that another process trains: they have no memory here, and an error says who has their values."""
+"""Layers that another process trains: they have no memory here, and an error says who has their values.
+
+So does what would silently work with the layers of this process alone: an optimizer, and a norm of gradients.
+"""
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from pipework import torch_private
 from pipework.fsdp_private import free_shards
@@ -14,7 +19,7 @@ from pipework.runtime.stage.layer_errors import layer_text
 from pipework.values.dtensor import is_dtensor, local_part, with_local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
 
 _ATTRIBUTE: Final = "_pipework_released"
@@ -46,7 +51,9 @@ class _Released:
         )
 
 
-def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collection[nn.Module]) -> None:
+def release_layers(
+    layers: Iterable[tuple[str, nn.Module, str]], kept: Collection[nn.Module]
+) -> list[tuple[str, str, Tensor]]:
     """Moves layers to the meta device, which frees their memory; afterwards a call or a state dict of them raises.
 
     Parameters and buffers become new objects, so that another holder of the old ones, such as a second model, is not
@@ -56,14 +63,19 @@ def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collectio
         layers: for each its name, the layer, and who trains it, for the error's message.
         kept: layers of this process; what they share with the others stays.
 
+    Returns:
+        The parameters that the layers had, each with its name and who trains it.
+
     Example:
         >>> first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-        >>> release_layers([("1", second, "rank 1")], [first])
+        >>> [name for name, _, _ in release_layers([("1", second, "rank 1")], [first])]
+        ['1.weight', '1.bias']
         >>> first.weight.device.type, second.weight.device.type
         ('cpu', 'meta')
     """
     own = {id(tensor) for layer in kept for tensor in (*layer.parameters(), *layer.buffers())}
     own_modules = {id(module) for layer in kept for module in layer.modules()}
+    before: list[tuple[str, str, Tensor]] = []
 
     def released(tensor: Tensor) -> Tensor:
         if id(tensor) in own or tensor.is_meta:
@@ -78,9 +90,10 @@ def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collectio
         tensors = [*layer.parameters(), *layer.buffers()]
         if id(layer) in own_modules or all(id(tensor) in own for tensor in tensors) or _ATTRIBUTE in layer.__dict__:
             continue
-        for parameter in layer.parameters():
+        for path, parameter in layer.named_parameters():
             if id(parameter) not in own:
                 parameter.grad = None
+                before.append((state_name({name: layer}, f"{name}.{path}"), owner, parameter))
         torch_private.apply_to_tensors(layer, released)
         free_shards([layer])
         for path, parameter in layer.named_parameters():
@@ -92,6 +105,7 @@ def release_layers(layers: Iterable[tuple[str, nn.Module, str]], kept: Collectio
         for unit_name, unit in units.items():
             if any(id(tensor) not in own for tensor in (*unit.parameters(), *unit.buffers())):
                 _Released(unit_name, unit, owner)
+    return before
 
 
 def released_from(parameter: Tensor) -> tuple[str, str] | None:
@@ -110,3 +124,66 @@ def refuse_released(partitions: Iterable[nn.Sequential]) -> None:
                 f"layer {name!r} gave up its values when a pipe was made of this model before: {owners[0]} has "
                 "them. Make the model again for a second pipe, and load a checkpoint of the first into it"
             )
+
+
+def refuse_optimizers_of_others(pipe: object, others: Iterable[tuple[str, str, Tensor]]) -> None:
+    """While the pipe lives: refuses the first step of an optimizer that was not made of the pipe's own parameters.
+
+    Such an optimizer trains this process's layers, and would fail only when it is saved.
+
+    Args:
+        pipe: an object that lives as long as the pipe, and is not kept.
+        others: what `release_layers` returned. What the layers have instead says so itself, see `released_from`.
+    """
+    known = {id(tensor): (weakref.ref(tensor), name, owner) for name, owner, tensor in others}
+    seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # its number of groups
+
+    def elsewhere(parameter: Tensor) -> tuple[str, str] | None:
+        reference, name, owner = known.get(id(parameter), (None, "", ""))
+        if reference is None or reference() is not parameter:
+            return released_from(parameter)
+        # The pipe left it without a gradient. One that has got a gradient since is of another model in this process.
+        return (name, owner) if parameter.grad is None else None
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        if seen.get(optimizer) == len(optimizer.param_groups):
+            return
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        found = [each for parameter in given if (each := elsewhere(parameter)) is not None]
+        if found:
+            names = ", ".join(name for name, _ in found[:3]) + (", ..." if len(found) > 3 else "")
+            owners = ", ".join(sorted({owner for _, owner in found}))
+            raise RuntimeError(
+                f"the optimizer ({type(optimizer).__name__}) has {len(found)} parameters of layers that are in other "
+                f"processes ({owners}): {names}. It would not train them, and could not be saved: make it after "
+                f"the pipe, of the pipe's parameters: {type(optimizer).__name__}(pipe.parameters(), ...)"
+            )
+        seen[optimizer] = len(optimizer.param_groups)
+
+    weakref.finalize(pipe, register_optimizer_step_pre_hook(check).remove)
+
+
+def refuse_partial_clipping(pipe: object, layers: Callable[[], Iterable[nn.Module]]) -> None:
+    """While the pipe lives: `nn.utils.clip_grad_norm_` refuses parameters of several of its layers here, or of all.
+
+    A norm of one parameter alone, or of one layer among several, is the same in any number of processes.
+
+    Args:
+        pipe: an object that lives as long as the pipe, and is not kept.
+        layers: returns the layers of this process at the time of a call.
+    """
+
+    def check(clipped: Iterable[Any]) -> None:
+        given = {id(parameter) for parameter in clipped}
+        own_layers = [{id(parameter) for parameter in layer.parameters()} for layer in layers()]
+        own = set().union(*own_layers)
+        alone = len(given) == 1 or any(given <= layer for layer in own_layers if layer != own)
+        if not alone and not given.isdisjoint(own):
+            raise RuntimeError(
+                "nn.utils.clip_grad_norm_ was given parameters of a pipe whose other stages are in other processes: it "
+                "would take the norm of this process's gradients only, and scale each stage by another factor. Call "
+                "pipe.clip_grad_norm_(max_norm) on all ranks, which takes the norm of all gradients. For a norm of "
+                "these alone there are nn.utils.get_total_norm and nn.utils.clip_grads_with_norm_"
+            )
+
+    weakref.finalize(pipe, torch_private.before_clip_grad_norm(check))

@@ -27,6 +27,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -98,16 +99,13 @@ class DataParallel:
         ranks: their numbers in the job; likewise.
         device_group: of the same ranks, for tensors on accelerators; None: `group` takes these, too.
         divisor: gradients are divided by it. It is the number of all replicas, and these ranks may be some of them.
-            None: the number of these ranks.
     """
 
-    def __init__(
-        self, group: Group, ranks: Sequence[int], device_group: Group | None = None, divisor: int | None = None
-    ) -> None:
+    def __init__(self, group: Group, ranks: Sequence[int], device_group: Group | None, divisor: int) -> None:
         self.group: Any = group
         self._device_group: Any = device_group
         self.ranks = tuple(ranks)
-        self._divisor = divisor or len(ranks)
+        self._divisor = divisor
         self._lock = threading.Lock()
         self._aborted = False
         self._reductions: list[_Reduction] = []
@@ -116,25 +114,22 @@ class DataParallel:
         self._known: list[tuple[str, Tensor]] = []
         self._trained: tuple[list[Any], tuple[str, int]] = [], ("[]", 0)  # the parameters of the last step
 
-    def share_values(
-        self, tensors: Iterable[tuple[str, Tensor]], trainable: Iterable[tuple[str, Tensor]] | None = None
-    ) -> None:
+    def share_values(self, tensors: Iterable[tuple[str, Tensor]], trainable: list[tuple[str, Tensor]]) -> None:
         """Gives all replicas the values of the first one.
 
         Args:
             tensors: parameters and buffers by their names, the same ones in the same order on all replicas.
-            trainable: those that `compare` will get, and others; None: `tensors`.
+            trainable: those that `compare` will get, and others.
 
         Raises:
             TypeError: a tensor cannot be sent as bytes, or its gradient could not be summed.
             LostConnectionError: a replica is gone.
         """
-        named = list(tensors)
-        self._known = named if trainable is None else list(trainable)
-        for name, tensor in self._known:
+        self._known = trainable
+        for name, tensor in trainable:
             if tensor.requires_grad:
                 _refuse_to_sum(name, tensor)
-        for name, tensor in named:
+        for name, tensor in tensors:
             if tensor.is_meta:
                 continue  # on all replicas: a state dict will fill it
             part = local_part(tensor)
@@ -315,28 +310,21 @@ class DataParallel:
             del work  # it keeps the tensor
 
 
+@dataclass(frozen=True, eq=False)
 class Averaging:
     """Averages the gradients of one rank, each over the replicas that share its parameter.
 
-    Args:
+    Attributes:
         every: the groups of replicas over which gradients are averaged; the first has all. Empty: there is one replica.
         tensors: of this rank.
         waits: gives a context, in which this rank waits for others.
         gathers_in_order: whether FSDP gathers weights in an order that depends on the number of micro-batches.
     """
 
-    def __init__(
-        self,
-        every: Sequence[DataParallel],
-        tensors: SharedTensors,
-        waits: Callable[[], AbstractContextManager[object]],
-        *,
-        gathers_in_order: bool,
-    ) -> None:
-        self._every = every
-        self._tensors = tensors
-        self._waits = waits
-        self._gathers_in_order = gathers_in_order
+    every: Sequence[DataParallel]
+    tensors: SharedTensors
+    waits: Callable[[], AbstractContextManager[object]]
+    gathers_in_order: bool
 
     def compare(self, spec: RunSpec, delivered: str) -> bool:
         """At the beginning of a run: begins to compare the replicas.
@@ -350,50 +338,50 @@ class Averaging:
         """
         counts = self._needs_equal_counts(spec)
         trained = [each for run in spec.runs.values() for each in run.aliases.parameters if spec.differentiates]
-        for replicas in self._every if spec.differentiates or counts else ():
-            compared = [each for each in trained if self._tensors.is_compared(each, replicas.ranks)]
+        for replicas in self.every if spec.differentiates or counts else ():
+            compared = [each for each in trained if self.tensors.is_compared(each, replicas.ranks)]
             replicas.compare(compared, delivered, spec.micro_batches if counts else 0)
         return counts
 
     def _needs_equal_counts(self, spec: RunSpec) -> bool:
         """Whether all replicas must have as many micro-batches."""
         runs = spec.runs.values()
-        if not self._every:
+        if not self.every:
             return False
-        if self._gathers_in_order and any(run.sharded is not None for run in runs):
+        if self.gathers_in_order and any(run.sharded is not None for run in runs):
             return True
-        exchange = self._tensors.any_are_local or any(self._in_parts(run.aliases) for run in runs)
+        exchange = self.tensors.any_are_local or any(self._in_parts(run.aliases) for run in runs)
         return spec.differentiates and exchange
 
     def end_comparison(self) -> None:
         """Waits until the replicas are compared. Raises a ValueError on all of them if they differ."""
-        with self._waits():
-            for replicas in self._every:
+        with self.waits():
+            for replicas in self.every:
                 replicas.end_comparison()
 
     def begin(self, spec: RunSpec, stage: int) -> None:
         """Begins to average the gradients of a stage, which are complete."""
-        every, aliases = self._every, spec.runs[stage].aliases
+        aliases = spec.runs[stage].aliases
         if aliases.sharded is not None:
             self._begin_sharded(spec, aliases, aliases.sharded)
-        if not every:
+        if not self.every:
             return
         self._complete_parts(aliases)
-        shared: dict[tuple[int, ...], list[Tensor]] = {each.ranks: [] for each in every}
+        shared: dict[tuple[int, ...], list[Tensor]] = {each.ranks: [] for each in self.every}
         for parameter, leaf in _not_of_fsdp(aliases):
-            if ranks := self._tensors.averaged_over(parameter):
+            if ranks := self.tensors.averaged_over(parameter):
                 shared[ranks].append(leaf)
             elif leaf.grad is not None:
-                leaf.grad.div_(len(every[0].ranks))
-        with self._waits():  # at first until all replicas have said what they train in this step
-            for replicas in every:
+                leaf.grad.div_(len(self.every[0].ranks))
+        with self.waits():  # at first until all replicas have said what they train in this step
+            for replicas in self.every:
                 replicas.begin(shared[replicas.ranks])
 
     def finish(self, spec: RunSpec) -> None:
         """After the last action: waits for all averages."""
         _finish_sharded(spec)
         if spec.differentiates:
-            for replicas in self._every:
+            for replicas in self.every:
                 replicas.finish()
 
     def _complete_parts(self, aliases: Aliases) -> None:
@@ -403,8 +391,8 @@ class Averaging:
         """
         leaves = self._in_parts(aliases)
         if leaves:
-            with self._waits():
-                present = self._every[0].begin_any_of_each([leaf.grad is not None for leaf in leaves])()
+            with self.waits():
+                present = self.every[0].begin_any_of_each([leaf.grad is not None for leaf in leaves])()
             for leaf, wanted in zip(leaves, present, strict=True):
                 if wanted and leaf.grad is None:
                     leaf.grad = torch.zeros_like(leaf)
@@ -413,13 +401,13 @@ class Averaging:
         """The leaves of DTensors of which replicas have different parts. FSDP takes care of its own."""
         if aliases.dtensor is None:  # as in most models
             return []
-        return [leaf for parameter, leaf in _not_of_fsdp(aliases) if self._tensors.in_parts(parameter)]
+        return [leaf for parameter, leaf in _not_of_fsdp(aliases) if self.tensors.in_parts(parameter)]
 
     def _begin_sharded(self, spec: RunSpec, aliases: Aliases, sharded: FullySharded) -> None:
         present = sharded.present(aliases.parameters, aliases.leaves)
-        with self._waits():
+        with self.waits():
             _finish_sharded(spec)  # those of an earlier stage, so that only one stage holds buffers
-            wanted = self._every[0].begin_any_of_each(present) if self._every else lambda: present
+            wanted = self.every[0].begin_any_of_each(present) if self.every else lambda: present
             sharded.begin_reduce(aliases.parameters, aliases.leaves, wanted)
 
 

@@ -17,10 +17,12 @@ from pipework.model.state_names import state_name
 from pipework.spot_checks import is_checked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn
 
+    from pipework.distributed.mesh import Mesh
+    from pipework.distributed.rendezvous import RendezvousSpec
     from pipework.distributed.transport.channel import Channel
     from pipework.runtime.stage.stage_run import StageRun
 
@@ -64,27 +66,18 @@ class TiedParameters:
     """All tied parameters of a pipe, as one rank sees them.
 
     Args:
-        tied: all of the pipe, also those without a copy on this rank, in the same order on every rank.
-        placement: the worker of each stage.
-        worker: of this rank.
+        spec: of the pipe, with all that are tied, also those without a copy on this rank; the same on every rank.
+        mesh: of the ranks.
         channels: to the other workers.
-        ranks: of all workers, for messages.
     """
 
-    def __init__(
-        self,
-        tied: Iterable[Tied],
-        placement: Sequence[int],
-        worker: int,
-        channels: Mapping[int, Channel],
-        ranks: Sequence[int],
-    ) -> None:
-        self._ranks = ranks
-        self._placement = placement
-        self._worker = worker
+    def __init__(self, spec: RendezvousSpec, mesh: Mesh, channels: Mapping[int, Channel]) -> None:
+        self._ranks = mesh.ranks
+        self._placement = spec.placement
+        self._worker = mesh.worker
         self._channels = channels
-        numbered = list(enumerate(tied))
-        self._tied = [(n, each) for n, each in numbered if worker in {placement[stage] for stage in each.stages}]
+        workers = [{spec.placement[stage] for stage in each.stages} for each in spec.tied]
+        self._tied = [(n, each) for n, each in enumerate(spec.tied) if self._worker in workers[n]]
         self._steps = 0
 
     @property

@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from pipework.distributed.health import status
@@ -224,14 +225,7 @@ class HealthMonitor:
         return self._as_error(self.failure, self.failure.text)
 
     def _as_error(self, failure: PeerFailure, text: str) -> PipelineError:
-        return PipelineError(
-            text,
-            rank=failure.rank,
-            where=failure.where,
-            kind=failure.kind,
-            traceback_text=failure.traceback_text,
-            own=failure.rank == self._rank,
-        )
+        return PipelineError(**{**asdict(failure), "text": text}, own=failure.rank == self._rank)
 
     def wait_for_failure(self, seconds: float) -> PeerFailure | None:
         """Waits until another rank has failed.
@@ -480,17 +474,9 @@ class HealthMonitor:
         self._beats += 1
         # Read before `_call`: if a call of this pipe begins in between, `_call` is newer, which accuses nobody.
         place = self._disagreed or self._calls.present
-        beat = Beat(
-            self._beats,
-            left,
-            self._call,
-            status.describe_action(self.progress.action),
-            os.getpid(),
-            self._host,
-            status.describe_exception(error) if isinstance(error, BaseException) else "",
-            place,
-            *news,
-        )
+        reason = status.describe_exception(error) if isinstance(error, BaseException) else ""
+        action = status.describe_action(self.progress.action)
+        beat = Beat(self._beats, left, self._call, action, os.getpid(), self._host, reason, place, *news)
         self._client.write(f"heartbeat/{self._rank}", status.write_beat(beat))
         if news != self._told:
             self._client.write("changed", f"{self._rank}:{self._beats}")

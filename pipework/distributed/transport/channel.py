@@ -23,6 +23,7 @@ sent, and received when their sizes are known. Else they are copied to the CPU a
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -112,12 +113,13 @@ class DeviceChannel:
         return [form.tensor(room) for form, room in zip(forms, rooms, strict=True)]
 
 
+@dataclass(eq=False)
 class Channel:
     """Messages between this rank and another one; see the module.
 
     Every message has an address, which must be received as often as it is sent. Sending never waits for the receiver.
 
-    Args:
+    Attributes:
         rank: the other rank.
         outgoing: a group of the two, for sending.
         incoming: another group of the two, for receiving: a backend may execute all transfers of one group in order.
@@ -126,22 +128,15 @@ class Channel:
         mesh: of the pipe, for DTensors; None: none are received.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        outgoing: Group,
-        incoming: Group,
-        device: torch.device | None = None,
-        device_channel: DeviceChannel | None = None,
-        mesh: DeviceMesh | None = None,
-    ) -> None:
-        self._rank = rank
-        self._outgoing = outgoing
-        self._incoming = incoming
-        self._peer = 1 - outgoing.rank()
-        self._device = device
-        self._device_channel = device_channel
-        self._mesh = mesh
+    rank: int
+    outgoing: Group
+    incoming: Group
+    device: torch.device
+    device_channel: DeviceChannel | None = None
+    mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        self._peer = 1 - self.outgoing.rank()
         # The header of the last message to each address, which the other side knows as well; at first it is empty.
         self._nothing = Header((), None)
         self._sent_headers: dict[Address, Header] = {}
@@ -170,15 +165,15 @@ class Channel:
             parts = [*instead, torch.frombuffer(bytearray(encoded), dtype=torch.uint8), *parts]
         number, self._sent = self._sent, self._sent + 1
         numbers = torch.tensor([number, len(encoded), self._arrived], device="cpu")
-        with transferring(self._rank):
-            works = [self._outgoing.send([numbers], self._peer, 2 * number)]
-            works += [self._outgoing.send([part], self._peer, 2 * number + 1) for part in parts]
-            if self._device_channel is not None:
+        with transferring(self.rank):
+            works = [self.outgoing.send([numbers], self._peer, 2 * number)]
+            works += [self.outgoing.send([part], self._peer, 2 * number + 1) for part in parts]
+            if self.device_channel is not None:
                 memories = [
                     tensor_form.memory_of(t) for t in tensors if t is not None and tensor_form.lies_on_accelerator(t)
                 ]
                 if full := [memory for memory in memories if memory.numel()]:
-                    works.append(self._device_channel.send(full))
+                    works.append(self.device_channel.send(full))
                 parts += memories
         self._kept.append(_Kept(number, works, [numbers, *parts]))
 
@@ -187,8 +182,8 @@ class Channel:
         number, self._expected = self._expected, self._expected + 1
         expected = self._received_headers.get(address, self._nothing)
         numbers, buffers = torch.empty(_NUMBERS, dtype=torch.int64, device="cpu"), self._buffers(expected)
-        with transferring(self._rank):
-            works = [self._incoming.recv([numbers], self._peer, 2 * number), *self._receive(number, buffers)]
+        with transferring(self.rank):
+            works = [self.incoming.recv([numbers], self._peer, 2 * number), *self._receive(number, buffers)]
         self._posted[address] = _Posted(number, expected, numbers, buffers, works)
 
     def take(self, address: Address) -> Message:
@@ -198,7 +193,7 @@ class Channel:
             LostConnectionError: the other rank is gone.
             RuntimeError: another message has arrived.
         """
-        if self._device_channel is not None:
+        if self.device_channel is not None:
             for earlier in list(self._posted):  # in the order in which they were sent
                 if earlier == address or address in self._early:
                     break
@@ -215,31 +210,31 @@ class Channel:
     def _receive_message(self, address: Address) -> tuple[Header, tuple[Tensor | None, ...]]:
         """Waits for a message, and returns its header and its tensors."""
         number, header, numbers, buffers, works = self._posted.pop(address)
-        with transferring(self._rank):
+        with transferring(self.rank):
             for work in works:
                 work.wait()
         arrived_number, length, acknowledged = numbers.tolist()
         if arrived_number != number:
             raise RuntimeError(
-                f"message {arrived_number} of rank {self._rank} arrived instead of message {number}, for {address}"
+                f"message {arrived_number} of rank {self.rank} arrived instead of message {number}, for {address}"
             )
         if length:
             data = _bytes(length)
-            with transferring(self._rank):
-                self._incoming.recv([data], self._peer, 2 * number + 1).wait()
+            with transferring(self.rank):
+                self.incoming.recv([data], self._peer, 2 * number + 1).wait()
             encoded = data.numpy().tobytes()
             header = decode(encoded)
             # A copy: the layers may change the values around the tensors that they get.
             self._received_headers[address] = decode(encoded)
             buffers = self._buffers(header)
-            with transferring(self._rank):
+            with transferring(self.rank):
                 for work in self._receive(number, buffers):
                     work.wait()
         elif may_be_changed(header.around):
             header = decode(encode(header))
         tensors = header.tensors(buffers)
-        if self._device_channel is not None:
-            tensors = _with_device_tensors(self._device_channel, tensors, header)
+        if self.device_channel is not None:
+            tensors = _with_device_tensors(self.device_channel, tensors, header)
         self._release(acknowledged)
         return header, tensors
 
@@ -247,10 +242,10 @@ class Channel:
         """A received tensor on its device, requiring a gradient if it did so there."""
         if tensor is None or form is None:
             return None
-        if form.on_accelerator and self._device_channel is None and self._device is not None:
-            tensor = tensor.to(self._device)
+        if form.on_accelerator and self.device_channel is None:
+            tensor = tensor.to(self.device)
         if form.placed is not None:
-            tensor = form.placed.whole(tensor, self._mesh)
+            tensor = form.placed.whole(tensor, self.mesh)
         return tensor.requires_grad_() if form.requires_grad else tensor
 
     def flush(self) -> None:
@@ -259,8 +254,8 @@ class Channel:
 
     def abort(self) -> None:
         """Ends all transfers, also those that other threads wait for; the channel cannot be used any more."""
-        break_group(self._outgoing)
-        break_group(self._incoming)
+        break_group(self.outgoing)
+        break_group(self.incoming)
 
     def forget(self) -> None:
         """After an abort, when no thread waits any more: drops all tensors of unfinished transfers."""
@@ -271,7 +266,7 @@ class Channel:
     def _memories(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """The memory of tensors that go through the CPU."""
         present = [part for tensor in tensors if tensor is not None and (part := local_part(tensor)).numel()]
-        if self._device_channel is not None:
+        if self.device_channel is not None:
             present = [tensor for tensor in present if not tensor_form.lies_on_accelerator(tensor)]
         return [tensor_form.memory_of(tensor).cpu() for tensor in present]
 
@@ -280,7 +275,7 @@ class Channel:
         return tuple([each.room() if each is not None and self._through_cpu(each) else None for each in header.forms])
 
     def _through_cpu(self, form: tensor_form.TensorForm) -> bool:
-        return self._device_channel is None or not form.on_accelerator
+        return self.device_channel is None or not form.on_accelerator
 
     def _is_posted(self, form: tensor_form.TensorForm | None) -> bool:
         """Whether the receive of such a tensor begins before the numbers of its message have arrived."""
@@ -288,7 +283,7 @@ class Channel:
 
     def _receive(self, number: int, buffers: Sequence[Tensor | None]) -> list[Any]:
         return [
-            self._incoming.recv([buffer], self._peer, 2 * number + 1)
+            self.incoming.recv([buffer], self._peer, 2 * number + 1)
             for buffer in buffers
             if buffer is not None and buffer.numel()
         ]
@@ -296,7 +291,7 @@ class Channel:
     def _release(self, acknowledged: int) -> None:
         """Drops the messages before this number, which the other rank has received."""
         while self._kept and self._kept[0].number < acknowledged:
-            with transferring(self._rank):
+            with transferring(self.rank):
                 for work in self._kept[0].works:
                     work.wait()
             self._kept.popleft()

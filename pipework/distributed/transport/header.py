@@ -99,7 +99,7 @@ def encode(header: Header) -> bytes:
 
     Example:
         >>> encode(describe((torch.zeros(2),), None))
-        b'{"forms":[["torch.float32",[2],false]],"around":null}'
+        b'{"forms":[["torch.float32",[2],false,null,false,0,null]],"around":null}'
     """
     whole = {"forms": list(map(_encode_form, header.forms)), "around": _encode_around(header.around)}
     return json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
@@ -129,17 +129,14 @@ def _encode_form(form: TensorForm | None) -> Any:
     if form is None:
         return None
     placed = form.placed and [form.placed.dimensions, form.placed.places, form.placed.shape, form.placed.strides]
-    unusual = [form.strides, form.on_accelerator, form.shift, placed]
-    while unusual and not unusual[-1]:
-        unusual.pop()
-    return [str(form.dtype), form.shape, form.requires_grad, *unusual]
+    memory = [form.strides, form.on_accelerator, form.shift]
+    return [str(form.dtype), form.shape, form.requires_grad, *memory, placed]
 
 
 def _decode_form(form: Any) -> TensorForm | None:
     if form is None:
         return None
-    dtype, shape, requires_grad, *unusual = form
-    strides, on_accelerator, shift, placed = unusual + [None, False, 0, None][len(unusual) :]
+    dtype, shape, requires_grad, strides, on_accelerator, shift, placed = form
     if placed is not None:
         dimensions, places, *sizes = placed
         placed = DTensorPlacement(tuple(dimensions), tuple(map(tuple, places)), *map(tuple, sizes))

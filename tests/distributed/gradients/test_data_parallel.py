@@ -21,7 +21,7 @@ from tests.helpers import in_threads, outcomes_in_threads
 def pair() -> list[DataParallel]:
     store = HashStore()
     return outcomes_in_threads(
-        *[lambda rank=rank: DataParallel(group_of(store, "all", (0, 1), rank), (0, 1)) for rank in (0, 1)]
+        *[lambda rank=rank: DataParallel(group_of(store, "all", (0, 1), rank), (0, 1), None, 2) for rank in (0, 1)]
     )
 
 
@@ -66,7 +66,7 @@ def test_what_is_no_array_is_refused_by_name(pair: list[DataParallel]) -> None:
         (TwoTensor(torch.ones(2), torch.ones(2)), r"\(TwoTensor, "),
     ):
         with pytest.raises(TypeError, match=words):
-            pair[0].share_values([("0.edges", odd)])
+            pair[0].share_values([("0.edges", odd)], [])
 
 
 def test_a_sparse_gradient_is_no_lost_connection(pair: list[DataParallel]) -> None:
@@ -117,7 +117,7 @@ def test_replicas_that_train_different_parameters(pair: list[DataParallel]) -> N
     def step_of_both(first: str, second: str) -> list[object]:
         return outcomes_in_threads(lambda: step(pair[0], pairs[0], first), lambda: step(pair[1], pairs[1], second))
 
-    in_threads(*[lambda r=r, o=o: r.share_values(o.items()) for r, o in zip(pair, pairs, strict=True)])
+    in_threads(*[lambda r=r, o=o: r.share_values(o.items(), [*o.items()]) for r, o in zip(pair, pairs, strict=True)])
     assert step_of_both("abc", "abc") == step_of_both("ac", "ac") == [None, None]
     for error in step_of_both("ac", "bc"):
         assert isinstance(error, ValueError)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from pipework.distributed.gradients.tied import Tied, TiedParameters, tied_parameters
+from pipework.distributed.rendezvous import RendezvousSpec
 from pipework.distributed.transport.channel import Channel
 from pipework.distributed.transport.groups import group_of
 
@@ -21,9 +22,12 @@ class Rank:
 
     def __init__(self, store: HashStore, rank: int) -> None:
         up, down = (group_of(store, name, (0, 1), rank) for name in ("up", "down"))
-        channels = {1 - rank: Channel(1 - rank, *((up, down) if rank == 0 else (down, up)))}
+        ways = (up, down) if rank == 0 else (down, up)
+        channels = {1 - rank: Channel(1 - rank, *ways, torch.device("cpu"))}
         self.parameter = nn.Parameter(torch.full((2,), float(rank)))
-        self.tied = TiedParameters([Tied(self.parameter, STAGES, "0.weight")], PLACEMENT, rank, channels, [4, 7])
+        spec = RendezvousSpec(PLACEMENT, [], [Tied(self.parameter, STAGES, "0.weight")])
+        mesh: Any = SimpleNamespace(worker=rank, ranks=[4, 7])
+        self.tied = TiedParameters(spec, mesh, channels)
         self.runs: Any = {
             stage: SimpleNamespace(aliases=SimpleNamespace(parameters=[self.parameter], leaves=[torch.zeros(2)]))
             for stage in STAGES

@@ -344,7 +344,8 @@ def test_which_tensors_were_stashed_travels() -> None:
 
 
 def around(value: Any) -> bytes:
-    return json.dumps({"forms": [["torch.float32", [1], False]], "around": {"structure": value}}).encode()
+    form = ["torch.float32", [1], False, None, False, 0, None]
+    return json.dumps({"forms": [form], "around": {"structure": value}}).encode()
 
 
 def node(kind: Any, context: Any = None, *items: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from pipework.distributed.own_layers import refuse_optimizers_of_others, refuse_partial_clipping
+from pipework.model.release import refuse_optimizers_of_others, refuse_partial_clipping
 
 
 class Pipe:
