@@ -20,12 +20,11 @@ from pipework.model.marks import MicroBatches, has_micro_batches
 from pipework.model.parts.check import Weighed, check_parts, check_rows, left_out
 from pipework.model.parts.cut import Cuttable, refuse_own_forward
 from pipework.model.parts.following import Following, own_parameters, take_over
-from pipework.model.parts.forward_arguments import OF_PIPE, ForwardArguments
 from pipework.model.parts.leaves import mapped
 from pipework.model.parts.outputs import joined, output_dims
 from pipework.model.parts.part import Part
 from pipework.model.parts.run import Message
-from pipework.model.parts.sample import Arguments, LossPlace, arguments_of, as_given, single_rows
+from pipework.model.parts.sample import OF_PIPE, ForwardArguments, LossPlace, arguments_of, as_given, single_rows
 from pipework.model.parts.side_effects import unchanged_by_errors
 from pipework.model.row_dimensions import Layout
 from pipework.pipe import Pipe, backend_for
@@ -342,13 +341,7 @@ def _check_rows(
         rows = [(tuple(inputs), dict(named)) for inputs, named, _ in settings.split(*given, target, 2)]
     weighed = None
     if place is not None:
-        weighs = settings.loss_reduction, settings.loss_weight
-
-        def argument_of(given: Arguments, name: str) -> Any:
-            names = forward.by_name(*given)
-            return cuttable.adapter.counted(name, names) if name == forward.target else names.get(name)
-
-        weighed = Weighed(str(forward.target), place.read, *weighs, argument_of, forward.with_arguments)
+        weighed = Weighed(forward, place, settings.loss_reduction, settings.loss_weight, cuttable.adapter)
     check_rows(cuttable, rows, kind, weighed, layout.outputs)
     return () if weighed is None or kind != "row" else left_out(cuttable, rows, weighed)
 
@@ -429,11 +422,8 @@ class AttachedModel:
         self.forward = forward
         self.containers = frozenset(cuttable.containers.values())  # each part has a copy of them
         self.trained_as = 0
-        self._hint = (
-            ""
-            if pipe._executor.settings.loss_fn is None
-            else "; with a target call {}({})".format(*pipe._executor.call)
-        )
+        takes_target = pipe._executor.settings.loss_fn is not None
+        self._hint = "; with a target call {}({})".format(*pipe._executor.call) if takes_target else ""
         parts = [layer for layer in pipe if isinstance(layer, Part)]
         self._following = Following(cuttable, parts, is_whole=len(pipe) == sum(pipe.balance))
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
-from pipework.integrations.part_files import write_in_parts
-from pipework.saving.collective import run_on_all_ranks
+from pipework.saving.collective import run_on_all_ranks, write_in_parts
 from pipework.saving.tensor_files import Kind, open_tensors, write_tensors
 
 if TYPE_CHECKING:

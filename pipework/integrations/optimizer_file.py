@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipework.integrations.part_files import write_in_parts
-from pipework.saving.collective import run_on_all_ranks
+from pipework.saving.collective import run_on_all_ranks, write_in_parts
 from pipework.saving.files import UnfitError
 from pipework.saving.optimizer import Restored, collect_state, options_of, refuse_foreign, refuse_unowned
 

@@ -170,10 +170,6 @@ class DeferredBatchNorm(BatchNorm):
         """Discards the statistics of a mini-batch that failed. Until `commit`, forwards do not update by themselves."""
         self._discard(is_managed=True)
 
-    def abandon(self) -> None:
-        """Discards the statistics of a mini-batch that failed; forwards update by themselves again."""
-        self._discard(is_managed=False)
-
     def _discard(self, *, is_managed: bool) -> None:
         with self._collected.lock:
             self._collected.moments.clear()
@@ -376,4 +372,4 @@ class DeferredBatchNorms:
                         layer.commit()
             finally:
                 for layer in self.layers:
-                    layer.abandon()
+                    layer._discard(is_managed=False)

@@ -168,17 +168,13 @@ class Layers(nn.Module):
                 result[prefix + key] = result.pop(prefix + name)
         return result
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; those of parts of a model have the names that they have in the model."""
-        yield from self._as_in_state(super().named_parameters("", recurse, remove_duplicate), prefix)
+        yield from self._as_in_state(super().named_parameters("", *args, **kwargs), prefix)
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As of any module; those of parts of a model have the names that they have in the model."""
-        yield from self._as_in_state(super().named_buffers("", recurse, remove_duplicate), prefix)
+        yield from self._as_in_state(super().named_buffers("", *args, **kwargs), prefix)
 
     def _as_in_state(self, named: Iterable[tuple[str, T]], prefix: str) -> Iterator[tuple[str, T]]:
         """With names as in a state dict. Parts of a model may have the same tensor under the same name."""
@@ -314,17 +310,13 @@ def refuse_own_behaviour(module: nn.Sequential) -> None:
             "fully_shard was called for the whole model, which gathers parameters before its forward, and a pipe calls "
             "its layers only: leave fully_shard(model) out, and shard each layer, fully_shard(layer, mesh=mesh['dp'])"
         )
-    own = [
-        what
-        for what, there in (
-            ("a forward of its own", type(module).forward not in (nn.Sequential.forward, PipeSequential.forward)),
-            ("parameters of its own", any(parameter is not None for parameter in module._parameters.values())),
-            ("buffers of its own", any(buffer is not None for buffer in module._buffers.values())),
-            ("hooks", torch_private.all_hooks(module)),
-        )
-        if there
-    ]
-    if own:
+    found = {
+        "a forward of its own": type(module).forward not in (nn.Sequential.forward, PipeSequential.forward),
+        "parameters of its own": any(parameter is not None for parameter in module._parameters.values()),
+        "buffers of its own": any(buffer is not None for buffer in module._buffers.values()),
+        "hooks": torch_private.all_hooks(module),
+    }
+    if own := [what for what, is_there in found.items() if is_there]:
         raise TypeError(
             f"{type(module).__name__} has {' and '.join(own)}, which a pipe of its layers would leave out; "
             "wrap it as one layer, nn.Sequential(module), or give a plain nn.Sequential of its layers"

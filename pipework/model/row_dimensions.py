@@ -454,10 +454,7 @@ def _is_list(value: Any) -> bool:
 
 def _holds_entries(value: Any, rows: int, depth: int) -> bool:
     """Whether an object holds a tensor with so many rows in any dimension, or another value with as many entries."""
-    held = [*getattr(value, "__dict__", {}).values()]
-    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    held += [getattr(value, name) for name in names if hasattr(value, name)]
-    for each in held if depth else ():
+    for each in nested.attributes_of(value).values() if depth else ():
         for leaf in pytree.tree_leaves(each, is_leaf=lambda part: _is_list(part) and len(part) == rows):
             if isinstance(leaf, Tensor):
                 if is_dense(leaf) and rows in leaf.shape:

@@ -228,6 +228,12 @@ def describe(structure: Structure | None) -> str:
     return str(pytree.tree_unflatten(leaves, structure.spec)).replace("'", "")
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object holds under names, in its `__dict__` or in slots."""
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+
+
 def fields_of(instance: Any) -> dict[str, Any]:
     """The fields of a dataclass that have a value."""
     names = [field.name for field in dataclasses.fields(instance)]
@@ -263,12 +269,7 @@ def _refuse_hidden_gradients(leaf: Any) -> None:
 
 def _contents(leaf: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, and where, as far as that can be seen without running its code."""
-    for name, found in getattr(leaf, "__dict__", {}).items():
-        yield f".{name}", found
-    for kind in type(leaf).__mro__:
-        for name in getattr(kind, "__slots__", ()):
-            if hasattr(leaf, name):
-                yield f".{name}", getattr(leaf, name)
+    yield from ((f".{name}", found) for name, found in attributes_of(leaf).items())
     if not torch.is_grad_enabled():  # what follows mostly holds parameters that a layer may read without a gradient
         return
     if type(leaf) in _SEQUENCE_ITERATORS:

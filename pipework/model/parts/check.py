@@ -28,8 +28,9 @@ from pipework.values import nested
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from pipework.model.parts.adapter import Adapter
     from pipework.model.parts.cut import Cuttable
-    from pipework.model.parts.sample import Arguments
+    from pipework.model.parts.sample import Arguments, ForwardArguments, LossPlace
     from pipework.model.parts.side_effects import Attributes
 
 _FACTORS: Final = (1.0, 0.25, 0.5)
@@ -117,20 +118,28 @@ class Weighed:
     """How the losses of micro-batches become that of the mini-batch.
 
     Attributes:
-        target: the name of the argument that the loss needs.
-        loss_of: reads the loss from what the model returns.
+        forward: the arguments of the model, of which the loss needs one.
+        place: of the loss in what the model returns.
         reduction: 'mean' or 'sum'.
         weight: of a micro-batch, from its target; None: its rows.
-        argument_of: from the arguments of a micro-batch and a name to that argument; None: it has none.
-        with_arguments: these arguments with other values, by their names.
+        adapter: of the model's library, which says what of a target counts.
     """
 
-    target: str
-    loss_of: Callable[[Any], Tensor]
+    forward: ForwardArguments
+    place: LossPlace
     reduction: str
     weight: Callable[[Any], Any] | None
-    argument_of: Callable[[Arguments, str], Any]
-    with_arguments: Callable[[Arguments, Mapping[str, Any]], Arguments]
+    adapter: Adapter
+
+    @property
+    def target(self) -> str:
+        """The name of the argument that the loss needs."""
+        return str(self.forward.target)
+
+    def argument_of(self, given: Arguments, name: str) -> Any:
+        """One of the arguments, of the target what counts; None: it is not given."""
+        names = self.forward.by_name(*given)
+        return self.adapter.counted(name, names) if name == self.target else names.get(name)
 
     def of(self, rows: Sequence[Arguments]) -> list[float]:
         """The factor of each row's loss in that of the mini-batch."""
@@ -180,14 +189,14 @@ def check_rows(
     precision = _precision(cuttable, result)
     mixed = _mixed(result, results, dims or {}, precision)
     if weighed is not None:
-        whole, *losses = (float(weighed.loss_of(each)) for each in (result, *results))
+        whole, *losses = (float(weighed.place.read(each)) for each in (result, *results))
         if not math.isfinite(whole):
             why = f"the loss for the first {len(rows)} {several} of the sample is {whole}"
             raise _unknown(name, weighed, f"{why}: give {several} whose {weighed.target!r} count")
         combined = sum(weight * loss for weight, loss in zip(weighed.of(rows), losses, strict=True) if weight)
         if not _close(whole, combined, precision):
             raise ValueError(_text(f"{name} for {len(losses)} {several}", whole, losses, combined, weighed))
-        own = {name for name, each in tensors_by_name(result).items() if each is weighed.loss_of(result)}
+        own = {name for name, each in tensors_by_name(result).items() if each is weighed.place.read(result)}
         if dims is not None:
             dims.update(dict.fromkeys(set(mixed) - own, MIXED))
     elif mixed:
@@ -231,14 +240,14 @@ def left_out(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed) ->
         return ()
     places = torch.tensor(sorted(doubtful - {other}), device=whole.device)
     own = [each.masked_fill(torch.isin(each, places), other) for each in own]
-    half, found = own[-1].shape[-1] // 2, []
+    half, changed_in, found = own[-1].shape[-1] // 2, weighed.forward.with_arguments, []
     for value in sorted(tried):
         last = torch.cat([own[-1][..., :half], torch.full_like(own[-1][..., half:], value)], -1)
         changed = [torch.cat([*own[:-1], last]), *own[:-1], last]
         every = zip((cuttable.sample, *rows), changed, strict=True)
         with contextlib.suppress(Exception), evaluating(cuttable.model):
-            results = [_run(cuttable, weighed.with_arguments(each, {weighed.target: labels})) for each, labels in every]
-            loss, *losses = (float(weighed.loss_of(each)) for each in results)
+            results = [_run(cuttable, changed_in(each, {weighed.target: labels})) for each, labels in every]
+            loss, *losses = (float(weighed.place.read(each)) for each in results)
             combined = sum(weight * each for weight, each in zip(weighed.of(rows), losses, strict=True))
             if math.isfinite(loss) and not _close(loss, combined, _precision(cuttable, results[0])):
                 found.append(value)
@@ -292,6 +301,7 @@ def _told_apart(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed 
     every = [cuttable.sample, *rows]
     if weighed is None:
         return every
+    changed_in = weighed.forward.with_arguments
     for name in (weighed.target, *cuttable.adapter.masks):
         whole, *own = (weighed.argument_of(each, name) for each in every)
         if not isinstance(whole, Tensor) or whole.dim() < (2 if name in cuttable.adapter.masks else 1):
@@ -305,7 +315,7 @@ def _told_apart(cuttable: Cuttable, rows: Sequence[Arguments], weighed: Weighed 
         else:
             continue
         changed = [torch.cat(own, dim), *own]
-        every = [weighed.with_arguments(each, {name: value}) for each, value in zip(every, changed, strict=True)]
+        every = [changed_in(each, {name: value}) for each, value in zip(every, changed, strict=True)]
     return every
 
 

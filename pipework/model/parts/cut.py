@@ -22,7 +22,7 @@ from pipework.signatures import signature_of
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
 _logger = logging.getLogger("pipework")
 
@@ -38,6 +38,7 @@ class Cuttable:
         has_rows: whether some rows of the sample are a sample, too.
 
     Attributes:
+        containers: the modules around units, by their names in the model.
         trace: what the forward does.
         groups: the calls of units, those together between which it is not cut.
         sample: the arguments of the dry runs, positional and by name: of the sample that was given a few rows.
@@ -64,6 +65,7 @@ class Cuttable:
         self.adapter.prepare(model)
         self.units = find_units(model, self.adapter.blocks(model) if blocks is None else blocks)
         self._skeleton = Skeleton(model, self.units, self.adapter)
+        self.containers = self._skeleton.containers
         self._refuse_hooks()
         self.sample = few_rows(sample) if has_rows else arguments_of(sample)
         try:
@@ -79,11 +81,6 @@ class Cuttable:
         self.results = {model.training: self.result}
         self.trace = self.trace.joined(self._traced_in_other_mode())
         self.groups = self._grouped()
-
-    @property
-    def containers(self) -> Mapping[str, nn.Module]:
-        """The modules around units, by their names in the model."""
-        return self._skeleton.containers
 
     def sequential(self, balance: Sequence[int] | None = None) -> nn.Sequential:
         """The model as layers.

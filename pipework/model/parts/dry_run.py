@@ -362,25 +362,15 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Plain(nn.Module):
-    """A unit without its hooks."""
-
-    def __init__(self, unit: Unit) -> None:
-        super().__init__()
-        self.unit = unit
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the unit computes."""
-        return self.unit.plain_forward(*arguments, **keywords)
-
-
 def _tensors_of(unit: Unit) -> dict[str, Tensor]:
     return dict((*unit.named_parameters(), *unit.named_buffers()))
 
 
 def _compute(unit: Unit, tensors: Mapping[str, Tensor], inputs: Arguments) -> Any:
     """What a unit computes without its hooks, with other tensors in place of its own, by their names."""
-    return torch.func.functional_call(_Plain(unit), {f"unit.{name}": each for name, each in tensors.items()}, *inputs)
+    plain = nn.Module()
+    plain.unit, plain.forward = unit, unit.plain_forward
+    return torch.func.functional_call(plain, {f"unit.{name}": each for name, each in tensors.items()}, *inputs)
 
 
 def _own_copy(tensor: Tensor) -> Tensor:

@@ -73,7 +73,11 @@ class Following:
             for each in copies:
                 each.training = module.training
             now, seen = _state(name, module), self._seen[name]
-            new = {key: value for key, (value, count) in now.items() if not _is_as_seen(value, count, seen.get(key))}
+            new = {
+                key: value
+                for key, (value, count) in now.items()
+                if key not in seen or seen[key][0] is not value or seen[key][1] != count
+            }
             if not new and now.keys() == seen.keys():
                 continue
             self._refuse_new(module, new)
@@ -149,10 +153,6 @@ def _state(container: str, module: nn.Module) -> _State:
     return state
 
 
-def _is_as_seen(value: Any, count: int, seen: tuple[Any, int] | None) -> bool:
-    return seen is not None and seen[0] is value and seen[1] == count
-
-
 def _takes_same_way(value: Any, seen: tuple[Any, int] | None) -> bool:
     """Whether a forward cannot take another way for a new value, such as a weight that is warmed up in each step."""
     before = None if seen is None else seen[0]
@@ -184,23 +184,17 @@ def take_over(containers: Mapping[str, nn.Module], here: Iterable[nn.Module], el
         here: the copies of the model in the parts of this process; if several have a tensor, that of the first counts.
         elsewhere: the copies in the parts of other processes, whose tensors have no values.
     """
-    done: set[tuple[str, str]] = set()
-    for copy in (*here, *elsewhere):
+    for copy in reversed((*here, *elsewhere)):
         for name, container in containers.items():
             own = copy.get_submodule(name)
-            for kind in ("_parameters", "_buffers"):
-                for each, tensor in getattr(own, kind).items():
-                    if tensor is not None and (name, each) not in done:
-                        done.add((name, each))
-                        getattr(container, kind)[each] = tensor
+            container._parameters.update({name: each for name, each in own._parameters.items() if each is not None})
+            container._buffers.update({name: each for name, each in own._buffers.items() if each is not None})
 
 
-def own_parameters(
-    model: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-) -> Iterator[tuple[str, Tensor]]:
+def own_parameters(model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
     """The parameters that this process trains, in place of `named_parameters` of a model with other processes' units.
 
     An optimizer of `model.parameters()` then has the parameters of this process alone.
     """
-    every = type(model).named_parameters(model, prefix, recurse, remove_duplicate)
+    every = type(model).named_parameters(model, *args, **kwargs)
     return ((name, parameter) for name, parameter in every if released_from(parameter) is None)

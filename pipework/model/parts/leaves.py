@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -15,7 +16,7 @@ from pipework import torch_private
 from pipework.values import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _HAVE_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -51,7 +52,7 @@ class Absent:
         return torch.full((), math.nan if dtype in _HAVE_NAN else 0, dtype=dtype, device=device).expand(self.shape)
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, nn.Module, Absent)
+_PLAIN = (bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Absent)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -92,23 +93,27 @@ def held_by(*trees: Any) -> list[Tensor]:
         >>> tensors_in(Context()), held_by(Context())
         ([], [tensor([0., 0., 0.])])
     """
-    found: list[Tensor] = []
     seen: dict[int, Any] = {}
-    for tree in trees:
-        _collect(tree, found, seen)
-    return found
+    return [each for tree in trees for each in reached(tree, seen) if isinstance(each, Tensor)]
 
 
-def _collect(value: Any, found: list[Tensor], seen: dict[int, Any]) -> None:
-    for leaf in flatten(value)[0]:
-        if id(leaf) in seen or leaf is None or isinstance(leaf, _PLAIN):
-            continue
-        seen[id(leaf)] = leaf  # kept, so that nothing else gets its id
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Mapping):
-            _collect(list(leaf.values()), found, seen)
-        elif isinstance(leaf, set | frozenset):
-            _collect(list(leaf), found, seen)
-        else:
-            _collect(list(getattr(leaf, "__dict__", {}).values()), found, seen)
+def reached(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
+    """A value and all that it holds, at any depth; modules and plain values hold nothing.
+
+    Args:
+        value: any.
+        seen: what has been reached before, by id, and is left out.
+    """
+    if id(value) in seen or value is None or isinstance(value, _PLAIN):
+        return
+    seen[id(value)] = value  # kept, so that nothing else gets its id
+    yield value
+    if isinstance(value, Tensor | nn.Module):
+        return
+    inside = [*nested.attributes_of(value).values(), getattr(value, "__self__", None)]
+    if isinstance(value, Mapping):
+        inside += value.values()
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        inside += value
+    for each in inside:
+        yield from reached(each, seen)

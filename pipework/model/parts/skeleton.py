@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from pipework import torch_private
 from pipework.model.parts import run as runs
+from pipework.model.parts.leaves import reached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Set
@@ -295,22 +296,11 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def refers_to_module(value: Any, seen: set[int] | None = None) -> bool:
+def refers_to_module(value: Any) -> bool:
     """Whether the value of an attribute refers to a module, so that each part needs a copy of the value.
 
     Example:
         >>> refers_to_module({"layers": [nn.ReLU()]}), refers_to_module({"sizes": [1, 2]})
         (True, False)
     """
-    seen = set() if seen is None else seen
-    if isinstance(value, nn.Module):
-        return True
-    if id(value) in seen or isinstance(value, type):
-        return False
-    seen.add(id(value))
-    inside: list[Any] = [*getattr(value, "__dict__", {}).values(), getattr(value, "__self__", None)]
-    if isinstance(value, dict):
-        inside += value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        inside += value
-    return any(refers_to_module(each, seen) for each in inside)
+    return any(isinstance(each, nn.Module) for each in reached(value, {}))

@@ -11,8 +11,7 @@ from torch import nn
 from pipework.assignment.partition import not_sequential
 from pipework.integrations import adapter_for
 from pipework.model.parts.cut import Cuttable
-from pipework.model.parts.forward_arguments import ForwardArguments
-from pipework.model.parts.sample import LossPlace, as_given
+from pipework.model.parts.sample import ForwardArguments, LossPlace, as_given
 from pipework.signatures import signature_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,20 @@ def test_flattened_and_put_together(tree: Any) -> None:
     assert all(not isinstance(leaf, Box) for leaf in leaves)
 
 
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
 def test_tensors_that_objects_hold() -> None:
     cyclic = Opaque({"a": {ONE}, "b": [TWO], "c": [Opaque(TWO), Opaque(ONE)]})
     cyclic.inside["self"] = cyclic
+    plain: dict[str, Any] = {"a": Slotted(deque([ONE]))}
+    plain["self"] = [plain]
     assert sorted(map(len, held_by((cyclic, [cyclic], nn.Linear)))) == [1, 2]
+    assert sorted(map(len, held_by(plain, TWO.add_))) == [1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
