@@ -74,7 +74,7 @@ require(
     "_neg_view nn.modules.batchnorm._BatchNorm nn.modules.batchnorm._NormBase nn.modules.module._has_any_global_hook",
 )
 require("torch.utils._pytree", "SUPPORTED_NODES TreeSpec is_namedtuple_class register_pytree_node tree_flatten")
-require("torch.utils._pytree", "tree_leaves tree_map tree_structure tree_unflatten")
+require("torch.utils._pytree", "tree_leaves tree_structure tree_unflatten")
 require(nn.Module(), "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _compiled_call_impl")
 require(nn.Module(), "_non_persistent_buffers_set _save_to_state_dict _apply")
 
