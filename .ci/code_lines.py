@@ -10,26 +10,26 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 2_145,
+    "": 2_138,
     "assignment": 530,
     "autograd": 1_335,
     "cli": 400,
     "compat": 500,
     "device_check": 270,
-    "distributed": 3_380,
-    "integrations": 960,
-    "model": 3_900,
+    "distributed": 3_260,
+    "integrations": 920,
+    "model": 3_910,
     "planning": 2_830,
     "runtime": 4_614,
-    "saving": 1_180,
+    "saving": 1_192,
     "schedule": 3_005,
     "skip": 210,
     "testing": 690,
     "timeline": 265,
     "values": 610,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_753, 271
-TEST_LINES = 39_882
+PACKAGE_LINES, PACKAGE_FILES = 26_635, 268
+TEST_LINES = 39_912
 DOC_WORDS = 44_665
 
 NO_CODE = {
