@@ -296,8 +296,8 @@ def forgetful(module: nn.Sequential) -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("way", "checkpoint", "rows", "balance", "dtype"),
-    sampled(WAYS, CHECKPOINT_MODES, ROWS, BALANCES, (torch.float32, torch.float64), each=5, whole=1),
+    ("way", "checkpoint", "rows", "balance", "dtype", "offload"),
+    sampled(WAYS, CHECKPOINT_MODES, ROWS, BALANCES, (torch.float32, torch.float64), (False, 1), each=5, whole=1),
     indirect=["way"],
 )
 def test_deferred_batch_norm(
@@ -306,6 +306,7 @@ def test_deferred_batch_norm(
     rows: str,
     balance: list[int],
     dtype: torch.dtype,
+    offload: bool | int,
     assert_trained_alike: Callable[..., None],
 ) -> None:
     module = convolutional().to(dtype)
@@ -315,7 +316,7 @@ def test_deferred_batch_norm(
     for name in statistics:
         plain.get_submodule(name).register_forward_pre_hook(lambda _, inputs, n=name: seen[n].append(inputs[0]))
 
-    pipe = way.pipe(module, CHUNKS, checkpoint, True, balance=balance)
+    pipe = way.pipe(module, CHUNKS, checkpoint, True, balance=balance, offload=offload)
     batches = [tuple(tensor.to(dtype) for tensor in images(ROWS[rows])) for _ in range(STEPS)]
     assert_trained_alike(plain, pipe, batches, way=way, buffers=False, evaluate=True)
 
