@@ -317,22 +317,12 @@ class StageCopy:
         # A meter for each pass: Python may free during this one what cycles of objects have held since the last.
         meter = StorageMeter(self._device, [*parameters, *gradients, *self._layers.buffers()])
         saved: set[int | None] = set()
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved.add(memory_key(tensor))
-            return tensor.detach()  # an output that held its own graph would never be freed
-
-        def unpack(tensor: Tensor) -> Tensor:
-            return tensor
-
-        # Else products and convolutions would not be split here, as they are in a step, and nothing of them would wait.
-        unpack.may_be_called_twice = True  # type: ignore[attr-defined]
         with meter:
             given = self._fresh(value)
             start = meter.begin()
             inputs = tensors_of(given)
             of_inputs = {memory_key(each): each.nbytes for each in inputs}
-            with saved_tensors_hooks(pack, unpack):
+            with _noting(saved):
                 output = self._forward(given)
             target = sum(each.nbytes for each in tensors_of(self._target) if memory_key(each) in saved)
             popped = dict(self._tracker.popped)
@@ -457,6 +447,24 @@ class Tracker:
             size = 0 if tensor is None else tensor.nbytes
             del tensor
             yield key, size
+
+
+def _noting(saved: set[int | None]) -> saved_tensors_hooks:
+    """A context that notes the memory of what autograd saves."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.add(memory_key(tensor))
+        return tensor.detach()  # an output that held its own graph would never be freed
+
+    return saved_tensors_hooks(pack, _unchanged)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# Else products and convolutions would not be split here, as they are in a step, and nothing of them would wait.
+_unchanged.may_be_called_twice = True  # type: ignore[attr-defined]
 
 
 def _gradient_bytes(tensor: Tensor) -> int:
