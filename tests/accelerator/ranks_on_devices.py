@@ -1,4 +1,4 @@
-"""A rank of a pipe over processes, each with a simulated device; test_processes.py starts it by torchrun."""
+"""A rank of a pipe over processes, each with a simulated device; test_processes.py starts two of them."""
 
 import copy
 import sys

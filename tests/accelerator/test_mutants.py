@@ -50,10 +50,12 @@ def defect(name: str, seed: int, expected: list[Tensor], **settings: int) -> str
     return None if all(same) else f"{same.count(False)} of {len(same)} values are wrong"
 
 
-def defects(expected: dict[str, list[Tensor]], seeds: Iterable[int] = SEEDS, **settings: int) -> dict[str, str]:
+def defects(
+    expected: dict[str, list[Tensor]], seeds: Iterable[int] = SEEDS, order: Iterable[str] = SCENARIOS, **settings: int
+) -> dict[str, str]:
     """Runs the scenarios until one shows a defect."""
     for seed in seeds:
-        for name in SCENARIOS:
+        for name in order:
             found = defect(name, seed, expected[name], **settings)
             if found:
                 return {name: found}
@@ -75,13 +77,23 @@ def test_nothing_is_missing_with_other_delays(seed: int, expected: dict[str, lis
     assert defects(expected, [seed], poison=1 + seed % 2) == {}
 
 
+@pytest.fixture(scope="module")
+def order() -> list[str]:
+    """The scenario that has caught the last mutant comes first, as it often catches its neighbour, too."""
+    return [*SCENARIOS]
+
+
 @pytest.mark.parametrize("mutant", mutants(), ids=str)
-def test_each_is_caught(mutant: Mutant, expected: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_is_caught(
+    mutant: Mutant, expected: dict[str, list[Tensor]], order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     mutant.apply(monkeypatch)
     if "Clock" in mutant.function:
         assert any(defect(name, 1, expected[name]) for name in TIMED)
     else:
-        assert defects(expected)
+        found = defects(expected, order=order)
+        assert found
+        order.sort(key=lambda name: name not in found)
 
 
 def test_a_generator_for_each_thread_is_caught(

@@ -98,11 +98,7 @@ def test_the_ideal_of_captured_pipes_is_that_of_stages_at_the_same_time() -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "way"),
-    [
-        ("one-stage", "torch.distributed.pipelining"),
-        ("llama", "two stages"),
-        ("llama-graphs", "two stages, graphs"),
-    ],
+    [("one-stage", "torch.distributed.pipelining"), ("llama", "two stages"), ("llama-graphs", "two stages, graphs")],
 )
 def test_other_libraries_and_a_llama_compute_the_same_gradients(run_python: RunPython, case: str, way: str) -> None:
     options = ["--device", "cpu", "--rounds", "3", "--seconds", "0", "--case", case]

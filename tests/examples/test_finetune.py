@@ -14,11 +14,7 @@ def script(load: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
-@pytest.mark.parametrize(
-    "options",
-    [[], ["--lora", "--schedule", "gpipe"]],
-    ids=["whole", "adapters"],
-)
+@pytest.mark.parametrize("options", [[], ["--lora", "--schedule", "gpipe"]], ids=["whole", "adapters"])
 def test_it_learns(script: ModuleType, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
     script.main(["--steps", "4", "--rows", "8", "--chunks", "4", *options])
     shown = capsys.readouterr().out
