@@ -8,45 +8,6 @@ from torch import nn
 from pipework.autograd.aliases import Aliases
 
 
-def test_aliases_stand_in_the_slots_and_leave_them() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    parameters = list(module.parameters())
-    aliases = Aliases(module)
-    with aliases.standing_in():
-        inside = list(module.parameters())
-        assert all(a is not b for a, b in zip(inside, parameters, strict=True))
-        assert all(a.data_ptr() == b.data_ptr() for a, b in zip(inside, parameters, strict=True))
-    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
-    assert all(a is b for a, b in zip(aliases.parameters, parameters, strict=True))
-    with torch.no_grad():
-        module[0].weight.fill_(5)  # an optimizer's step is seen through the alias
-    assert torch.equal(aliases.leaves[0], torch.full((2, 2), 5.0))
-    assert aliases.leaves[0]._version == module[0].weight._version
-
-
-def test_gradients_gather_in_the_aliases_and_are_taken_once() -> None:
-    linear = nn.Linear(2, 2, bias=False)
-    aliases = Aliases([linear])
-    with aliases.standing_in():
-        for _ in range(2):
-            linear(torch.ones(1, 2)).sum().backward()
-    assert linear.weight.grad is None
-    (gradient,) = aliases.take_gradients()
-    assert torch.equal(gradient, torch.full((2, 2), 2.0))
-    assert aliases.take_gradients() == [None]
-
-
-def test_frozen_parameters_stay_and_tied_ones_have_one_alias() -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    second.weight = first.weight
-    first.bias.requires_grad_(False)
-    aliases = Aliases([first, second])
-    assert [id(p) for p in aliases.parameters] == [id(second.weight), id(second.bias)]
-    with aliases.standing_in():
-        assert first.weight is second.weight
-        assert isinstance(first.bias, nn.Parameter)
-
-
 def test_a_parameter_that_a_layer_replaces_is_not_put_back() -> None:
     linear = nn.Linear(2, 2)
     with Aliases([linear]).standing_in():

@@ -46,6 +46,15 @@ def test_nothing_is_checkpointed_without_a_graph_or_in_evaluation() -> None:
     assert [[state[1:] for state in layer.seen] for layer in pipe] == [[ONLY] * 4] * 2
 
 
+def test_a_stage_is_recomputed_while_any_of_its_layers_trains() -> None:
+    pipe = Pipe(nn.Sequential(Look(), Look()), 1, "always", balance=[2], devices=["cpu"])
+    for evaluated, seen in ((0, [FIRST, AGAIN]), (1, [ONLY])):
+        pipe[0].seen.clear()
+        pipe[evaluated].eval()
+        pipe(torch.ones(2, 1)).sum().backward()
+        assert [state[1:] for state in pipe[0].seen] == seen
+
+
 @pytest.mark.parametrize("fail_in", [FIRST, AGAIN])
 def test_the_flags_are_reset_after_a_failure(fail_in: tuple[bool, bool]) -> None:
     class Fail(Look):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import Pipe
 from pipework.model.release import release_layers, released_from
 
 
@@ -38,28 +37,6 @@ def test_memory_is_freed_and_every_use_is_refused() -> None:
     for copied in (copy.deepcopy, pickle.dumps, lambda whole: torch.save(whole, io.BytesIO())):
         with pytest.raises(RuntimeError, match=r"'1' \(LSTM\) has no values .* pipework\.save_checkpoint saves those"):
             copied(model)
-
-
-def test_what_is_shared_with_own_layers_stays() -> None:
-    shared = nn.Linear(3, 3)
-    model = nn.Sequential(nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Linear(3, 3), shared))
-    other = nn.Linear(3, 3)
-    model[1].append(other)
-    release_layers([("1", model[1], "rank 1")], [model[0]])
-    assert not shared.weight.is_meta
-    assert model[1][0].weight.is_meta
-    assert model[0](torch.ones(1, 3)).shape == (1, 3)
-
-
-def test_a_second_pipe_does_not_begin_with_other_values() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    copied = copy.deepcopy(model)
-    release_layers([("1", model[1], "rank 1")], [model[0]])
-    with pytest.raises(ValueError, match=r"layer '1' gave up its values .*: rank 1 has them\. Make the model again"):
-        Pipe(model, balance=[1, 1], devices=["cpu", "cpu"])
-    with pytest.raises(ValueError, match=r"layer '1\.0' gave up its values"):
-        Pipe(nn.Sequential(nn.Linear(2, 2), nn.Sequential(model[1])), balance=[1, 1], devices=["cpu", "cpu"])
-    Pipe(copied, balance=[1, 1], devices=["cpu", "cpu"])
 
 
 def test_a_parameter_of_another_process_says_so_and_can_be_swapped() -> None:

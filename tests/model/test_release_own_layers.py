@@ -15,25 +15,6 @@ class Pipe:
     """Something that lives as long as a test wants."""
 
 
-def test_parameters_of_other_processes_are_named() -> None:
-    ours, theirs = nn.Linear(2, 2), nn.Linear(2, 2)
-    refuse_optimizers_of_others(
-        pipe := Pipe(), [(f"1.{name}", "rank 3", parameter) for name, parameter in theirs.named_parameters()]
-    )
-    early = torch.optim.Adam([*ours.parameters(), *theirs.parameters()])
-    with pytest.raises(
-        RuntimeError,
-        match=r"\(Adam\) has 2 parameters of layers that are in other processes \(rank 3\): 1\.weight, 1\.bias\.",
-    ):
-        early.step()
-    own = torch.optim.SGD(ours.parameters(), lr=0.1)
-    own.step()
-    own.add_param_group({"params": [theirs.bias]})
-    with pytest.raises(RuntimeError, match=r"has 1 parameters .*: 1\.bias"):
-        own.step()
-    del pipe
-
-
 def test_afterwards_optimizers_are_free() -> None:
     layer = nn.Linear(2, 2)
     hooks = len(_global_optimizer_pre_hooks)

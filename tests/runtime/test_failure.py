@@ -1,7 +1,3 @@
-import contextlib
-import gc
-import weakref
-
 import pytest
 
 from pipework.runtime.failure import Failure, add_note
@@ -25,24 +21,6 @@ def test_the_error_that_explains_the_first_one_is_raised() -> None:
     failure.report(ValueError())
     with pytest.raises(RuntimeError, match=r"rank 2 is gone: ValueError\(\)"):
         failure.raise_first()
-
-
-class Weak(Exception):
-    """One that weak references may refer to."""
-
-
-def test_after_it_is_raised_nothing_refers_to_the_error() -> None:
-    failure, error = Failure(lambda: None), Weak()
-    alive = weakref.ref(error)
-    failure.report(error)
-    gc.disable()  # a cycle through its traceback would keep the tensors of the step alive
-    try:
-        del error
-        with contextlib.suppress(Weak):
-            failure.raise_first()
-        assert alive() is None
-    finally:
-        gc.enable()
 
 
 def test_a_signal_handler_may_report_while_its_thread_reports() -> None:

@@ -14,45 +14,7 @@ from pipework import Pipe
 from pipework.autograd.aliases import Aliases
 from pipework.model.checkpoint import is_recomputing
 from pipework.runtime.device import WorkerDevice
-from pipework.runtime.failure import Failure, Stopped
-from pipework.runtime.launch import run_actions
 from pipework.runtime.transport import LocalEndpoint
-from pipework.schedule import Action
-
-ORDER = [Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)]
-
-
-@pytest.mark.parametrize(
-    ("error", "failed_before", "expected", "note"),
-    [
-        (None, False, ["0F0", "1F0", "1B0", "0B0"], None),
-        (ValueError("odd"), False, ["0F0", "1F0"], "pipework: stage 1, micro-batch 0, action B"),
-        (Stopped(), False, ["0F0", "1F0"], None),  # being stopped is no failure
-        (None, True, [], None),  # a worker does nothing more after another has failed
-    ],
-)
-def test_actions_are_executed_in_order_until_one_fails(
-    error: Exception | None, failed_before: bool, expected: list[str], note: str | None
-) -> None:
-    done: list[str] = []
-    woken: list[bool] = []
-
-    def handle(action: Action) -> None:
-        if action == ORDER[2] and error is not None:
-            raise error
-        done.append(str(action))
-
-    failure = Failure(lambda: woken.append(True))
-    if failed_before:
-        failure.report(KeyError())
-    run_actions(ORDER, {(kind, stage): handle for kind in "FB" for stage in (0, 1)}, failure)
-    assert done == expected
-    assert len(woken) == failure.happened == failed_before + (note is not None)
-    if note is not None:
-        with pytest.raises(ValueError, match="odd") as caught:
-            failure.raise_first()
-        assert caught.value is error
-        assert caught.value.__notes__ == [note]
 
 
 def test_a_thread_enters_its_device_before_parameters_are_gathered_on_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,37 +1,10 @@
 import itertools
-import threading
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipework import Pipe
-from pipework.runtime.failure import Stopped
-from pipework.runtime.transport import LocalTransport
-
-
-def test_messages_follow_their_addresses() -> None:
-    transport = LocalTransport((0, 1), {})
-    tensor = torch.zeros(1)
-    transport.outside.sender("F", 0)(7, ((tensor,), None))
-    assert transport.endpoints[0].receiver("F", 0)(7)[0] == (tensor,)
-    transport.endpoints[0].sender("F", 1)(7, ((tensor,), None))
-    assert transport.endpoints[1].receiver("F", 1)(7)[0] == (tensor,)
-    transport.endpoints[1].sender("F", 2)(7, ((tensor,), None))
-    assert transport.outside.receiver("F", 2)(7)[0] == (tensor,)
-    transport.endpoints[0].sender("B", -1)(7, ((None,), None))
-    assert transport.outside.receiver("B", -1)(7)[0] == (None,)
-
-
-def test_receiving_waits_for_the_message_or_for_a_failure() -> None:
-    transport = LocalTransport((0, 1), {})
-    receive = transport.endpoints[1].receiver("F", 1)
-    sending = threading.Timer(0.05, transport.endpoints[0].sender("F", 1), (0, (("value",), None)))
-    sending.start()
-    assert receive(0) == (("value",), None)
-    transport.failure.report(ValueError())
-    with pytest.raises(Stopped):
-        receive(1)
 
 
 class Watched(nn.Module):

@@ -10,17 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipework.autograd.weight_split.store import WeightGradientAlias
-from tests.autograd.weight_split.harness import (
-    Layer,
-    Stage,
-    check,
-    check_module,
-    leaves,
-    plainly,
-    same,
-    seed,
-    split,
-)
+from tests.autograd.weight_split.harness import Layer, Stage, check, check_module, leaves, plainly, same, seed, split
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])

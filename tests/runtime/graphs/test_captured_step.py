@@ -362,15 +362,11 @@ def test_weights_and_ignored_targets() -> None:
         alike(pair(loss_fn=loss, loss_weight=weight), way)
 
 
-class Pushed(nn.Module):
+class Pushed(nn.Linear):
     """Takes a number and a keyword."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
     def forward(self, x: Tensor, factor: float = 1.0, mask: Tensor | None = None) -> Tensor:
-        y = self.linear(x) * factor
+        y = super().forward(x) * factor
         return y if mask is None else y * mask
 
 
@@ -381,7 +377,7 @@ def test_inputs_beside_tensors() -> None:
         loss.backward()
         return loss
 
-    alike(pair(nn.Sequential(Pushed(), nn.Dropout(0.2), nn.Linear(4, 4))), way, steps=8, replayed=4)
+    alike(pair(nn.Sequential(Pushed(4, 4), nn.Dropout(0.2), nn.Linear(4, 4))), way, steps=8, replayed=4)
 
 
 def test_two_pipes() -> None:

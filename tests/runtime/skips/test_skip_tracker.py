@@ -1,20 +1,8 @@
 import contextlib
 import threading
 
-import pytest
-import torch
-
 from pipework.runtime.skips import skip_tracker
 from pipework.runtime.skips.skip_tracker import LocalTracker
-
-
-def test_a_tensor_is_kept_until_its_last_popper_has_asked() -> None:
-    tracker, tensor = LocalTracker(), torch.ones(1)
-    tracker.save("key", tensor, 2)
-    assert tracker.load("key") is tensor
-    assert tracker.load("key") is tensor
-    with pytest.raises(KeyError):
-        tracker.load("key")
 
 
 def test_each_thread_has_a_tracker_of_its_own() -> None:

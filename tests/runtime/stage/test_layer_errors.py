@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipework import Pipe
-from pipework.runtime.stage.layer_errors import note_returned, refuse_non_finite
+from pipework.runtime.stage.layer_errors import refuse_non_finite
 from pipework.testing import reference_step
 
 
@@ -65,16 +65,6 @@ def test_the_layer_that_returned_it_is_named(make: Callable[[], list[nn.Module]]
     assert re.search(note, returned), returned
 
 
-def test_inputs_of_the_pipe_and_tensors_are_no_layers_fault() -> None:
-    error = TypeError("no")
-    note_returned(error, None, None, "layer '0' (Linear)")
-    note_returned(error, torch.ones(1), "layer '0' (Linear)", "layer '1' (Linear)")
-    assert not hasattr(error, "__notes__")
-    other = ArithmeticError("no")
-    note_returned(other, None, "layer '0' (Linear)", "layer '1' (Linear)")
-    assert not hasattr(other, "__notes__")
-
-
 # Losses without a graph
 
 
@@ -120,24 +110,11 @@ def test_some_micro_batches_may_have_a_constant_loss() -> None:
         weighted(x, target=y)
 
 
-def test_a_frozen_pipe_has_a_loss_all_the_same() -> None:
-    pipe, x = pipe_of(linear(), linear()), torch.randn(6, 4)
-    for parameter in pipe.parameters():
-        parameter.requires_grad_(False)
-    assert not pipe(x, target=x).requires_grad
-
-
 # Values that are not finite
 
 
 def test_finite_values_none_and_integers_pass() -> None:
     refuse_non_finite([None, torch.ones(2), torch.arange(3), torch.ones(1, dtype=torch.complex64)], "x")
-
-
-def test_the_error_counts_nan_and_infinities() -> None:
-    bad = torch.tensor([1.0, float("nan"), float("inf"), -float("inf")])
-    with pytest.raises(FloatingPointError, match=r"^the loss is not finite: 1 NaN and 2 infinite of 4 values"):
-        refuse_non_finite([torch.ones(1), bad], "the loss")
 
 
 # Layers that cannot be trained

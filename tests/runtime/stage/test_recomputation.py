@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework import Pipe
-from pipework.runtime.stage.recomputation import (
-    MINI_BATCHES,
-    MutableBuffers,
-    RecomputeCheck,
-)
+from pipework.runtime.stage.recomputation import MINI_BATCHES, MutableBuffers, RecomputeCheck
 
 
 class Counter(nn.Module):
