@@ -145,19 +145,6 @@ def test_a_forward_with_an_argument_of_that_name_gets_it_itself() -> None:
     assert_same(model, plain)
 
 
-@pytest.mark.parametrize("balance", [[1, 5], [2, 4], [5, 1], [2, 2, 2], [1] * 6])
-def test_random_numbers_do_not_depend_on_the_cut(balance: list[int]) -> None:
-    results = []
-    for each in ([3, 3], balance):
-        torch.manual_seed(1)
-        model = Vision(p=0.5)
-        attached(model, batch_of(Vision), chunks=4, balance=each, devices=["cpu"] * len(each))
-        torch.manual_seed(2)
-        loss_in(model(**batch_of(Vision))).backward()
-        results.append(model)
-    assert_same(*results)
-
-
 @pytest.mark.thorough
 def test_evaluation_and_training_follow_the_model() -> None:
     model, batch = ResNet(), batch_of(ResNet)

@@ -35,25 +35,17 @@ def rows(count: int, width: int = 3, requires_grad: bool = True) -> Tensor:
 
 
 @skippable(stash=["skip"])
-class Fork(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
+class Fork(nn.Linear):
     def forward(self, x: Tensor) -> Any:
-        y = torch.tanh(self.linear(x))
+        y = torch.tanh(super().forward(x))
         yield stash("skip", y)
         return y
 
 
 @skippable(pop=["skip"])
-class Join(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
+class Join(nn.Linear):
     def forward(self, x: Tensor) -> Any:
-        return self.linear(x) * (yield pop("skip"))
+        return super().forward(x) * (yield pop("skip"))
 
 
 def simple() -> nn.Sequential:
@@ -66,7 +58,9 @@ def in_place() -> nn.Sequential:
 
 def with_skips() -> nn.Sequential:
     outer, inner = Namespace(), Namespace()
-    return nn.Sequential(Fork().isolate(outer), Fork().isolate(inner), Join().isolate(inner), Join().isolate(outer))
+    return nn.Sequential(
+        Fork(3, 3).isolate(outer), Fork(3, 3).isolate(inner), Join(3, 3).isolate(inner), Join(3, 3).isolate(outer)
+    )
 
 
 def with_dropout() -> nn.Sequential:

@@ -1,6 +1,4 @@
-import logging
 import threading
-import weakref
 from inspect import signature
 
 import pytest
@@ -75,13 +73,6 @@ def test_the_arguments_of_a_pipe_are_its_settings() -> None:
     assert {*signature(attach).parameters} >= {*found} - {"module", "loss_fn"}
 
 
-def test_without_balance_and_devices_it_chooses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="pipework"):
-        pipe = Pipe(layers())
-    assert len(pipe.balance) >= 2 or torch.accelerator.is_available()
-    assert len(caplog.records) == 1
-
-
 def test_a_sampler_is_of_a_dataset() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"])
     with pytest.raises(TypeError, match=r"got a DataLoader.*wanted the dataset"):
@@ -136,6 +127,13 @@ def test_moving_is_refused(move: object) -> None:
         move(two_stages())
 
 
+def test_a_request_to_stop_is_seen() -> None:
+    pipe = two_stages()
+    assert not pipe.stopping
+    pipe.request_stop()
+    assert pipe.stopping
+
+
 def test_training_flags_reach_layers_and_partitions() -> None:
     pipe = two_stages()
     pipe.eval()
@@ -147,17 +145,6 @@ def test_training_flags_reach_layers_and_partitions() -> None:
 # Forward
 
 
-def test_an_empty_batch_is_what_it_is_for_the_plain_module() -> None:
-    output = two_stages()(torch.randn(0, 4))
-    assert output.shape == (0, 4)
-    output.sum().backward()
-
-
-def test_an_empty_module_returns_its_input() -> None:
-    x = torch.randn(2, 2)
-    assert Pipe(nn.Sequential())(x) is x
-
-
 def test_values_that_are_no_tensors() -> None:
     class Scale(nn.Module):
         def forward(self, x: torch.Tensor, factor: int, *, flip: bool = False) -> tuple[torch.Tensor, int]:
@@ -167,42 +154,6 @@ def test_values_that_are_no_tensors() -> None:
     output, rows = pipe(torch.ones(5, 2), 3, flip=True)
     assert torch.equal(output, -3 * torch.ones(5, 2))
     assert rows == [3, 2]
-
-
-@pytest.mark.parametrize(
-    ("inputs", "error", "message"),
-    [
-        ((), TypeError, "inputs do not have any tensors"),
-        ((5, "x", None), TypeError, "inputs do not have any tensors: got int, str, NoneType"),
-        ((torch.tensor(1.0),), ValueError, "'input' is 0-dimensional"),
-        ((torch.ones(4, 4), torch.ones(3, 4)), ValueError, r"\(4, 4\).*\(3, 4\)"),
-    ],
-)
-def test_bad_input_is_refused_before_any_work(inputs: tuple[object, ...], error: type, message: str) -> None:
-    pipe = two_stages()
-    state = torch.get_rng_state()
-    with pytest.raises(error, match=message):
-        pipe(*inputs)
-    assert torch.equal(state, torch.get_rng_state())
-    pipe(torch.randn(4, 4)).sum().backward()
-
-
-# Outside, it is ordinary autograd
-
-
-def test_a_layer_that_takes_no_part_is_left_alone() -> None:
-    class Drop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), Drop()), chunks=2, balance=[1, 1], devices=["cpu"] * 2)
-    pipe(torch.randn(4, 4)).sum().backward()
-    assert pipe[1].unused.grad is None
-    assert pipe[0].weight.grad is not None
 
 
 # The caller's context
@@ -254,42 +205,7 @@ def test_each_worker_has_its_share_of_the_cores() -> None:
         torch.set_num_threads(1)
 
 
-# Nothing is left behind
-
-
-def test_outputs_are_not_kept_alive_by_the_pipe() -> None:
-    pipe = two_stages()
-    output = pipe(torch.randn(4, 4))
-    reference = weakref.ref(output)
-    del output
-    assert reference() is None
-
-
-def test_no_hook_and_no_alias_stays_in_the_modules() -> None:
-    module = layers()
-    parameters = list(module.parameters())
-    pipe = Pipe(module, chunks=2, balance=[2, 2], devices=["cpu"] * 2)
-    output = pipe(torch.randn(4, 4))
-    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
-    output.sum().backward()
-    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
-    assert not any(submodule._forward_hooks or submodule._forward_pre_hooks for submodule in module.modules())
-
-
 # Records
-
-
-def test_record_measures_every_action_once() -> None:
-    pipe = two_stages()
-    with pipe.record() as timeline:
-        pipe(torch.randn(8, 4)).sum().backward()
-    measured = timeline.timeline()
-    expected = sorted(action for order in pipe.schedule().orders for action in order)
-    assert sorted(interval.action for interval in measured.intervals) == expected
-    assert 0 < timeline.bubble() < 1
-    assert all(measured.peak_memory(worker) > 0 for worker in range(2))
-    pipe(torch.randn(8, 4))
-    assert len(timeline.steps) == 1
 
 
 def test_record_numbers_mini_batches_as_the_caller_does() -> None:

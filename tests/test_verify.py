@@ -103,13 +103,9 @@ class Gather(nn.Module):
         return {"logits": self.linear(y) + others["x"][:, :OUTPUTS], "name": "kept"}
 
 
-class WithLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, OUTPUTS)
-
+class WithLoss(nn.Linear):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return mse_loss(self.linear(x), target)
+        return mse_loss(super().forward(x), target)
 
 
 def tied() -> list[nn.Module]:
@@ -147,7 +143,6 @@ def under_autocast() -> Verification:
 
 
 OUTSIDE = {"schedule": "gpipe", "loss_fn": None}
-SPREAD = [Spread, Gather]
 RIGHT: dict[str, Callable[[], Any]] = {
     "tied": lambda: verified(tied(), balance=[2, 2]),
     "frozen": lambda: verified([nn.Linear(WIDTH, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, OUTPUTS)]),
@@ -162,7 +157,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "an input that is no leaf": lambda: verified([nn.ReLU(inplace=True), *layers()], batch()[0].requires_grad_() * 2),
     "given": lambda: verified(layers(), parts(WIDTH), target=parts(OUTPUTS)),
     "given, outside": lambda: pipe_of(layers(), **OUTSIDE).verify(parts(WIDTH)),
-    "last layer": lambda: verified([nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), WithLoss()], loss_fn=None),
+    "last layer": lambda: verified([nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), WithLoss(WIDTH, OUTPUTS)], loss_fn=None),
     "sum": lambda: verified(layers(), loss_fn=nn.MSELoss(reduction="sum"), loss_reduction="sum"),
     "scaler": lambda: verified(layers(), grad_scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)),
     "hook on a parameter": lambda: verified(clamped()),
@@ -220,15 +215,11 @@ class Late(nn.Module):
         return x if threading.current_thread() is threading.main_thread() else x * 1.5
 
 
-class Masked(nn.Module):
+class Masked(nn.Linear):
     """Its mask is one of all rows, and there are as many of its own as of the mini-batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, OUTPUTS)
-
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.linear(x * mask.mean())
+        return super().forward(x * mask.mean())
 
 
 def contrastive(output: Tensor, target: Tensor) -> Tensor:
@@ -299,7 +290,7 @@ WRONG: dict[str, tuple[Callable[[], Verification], bool, str, str]] = {
         False, "it leaves out targets (give loss_weight=, such as", "",
     ),
     "rows by coincidence": (
-        lambda: verified([Masked(), nn.Tanh()], batch()[0], torch.randn(ROWS)),
+        lambda: verified([Masked(WIDTH, OUTPUTS), nn.Tanh()], batch()[0], torch.randn(ROWS)),
         False, "NoChunk(value)", "layer '0' (Masked): its output",
     ),
     "a mask that layers hand on whole": (

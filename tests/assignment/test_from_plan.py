@@ -145,10 +145,7 @@ def test_another_model_is_refused(measured: Profile) -> None:
         with pytest.raises(ValueError, match=words):
             Pipe(module, plan=plan, loss_fn=distance, devices=["cpu", "cpu"])
 
-    refused(
-        layers()[:-1],
-        "the plan is for another model: layer 7 was .*, and is None here; plan this model",
-    )
+    refused(layers()[:-1], "the plan is for another model: layer 7 was .*, and is None here; plan this model")
     wider = layers()
     wider[0] = nn.Linear(WIDTH, WIDTH, bias=False)
     refused(wider, "for another model: layer 0 was .*weights=288.*, and is .*weights=256")

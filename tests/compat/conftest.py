@@ -70,7 +70,4 @@ def ask(name: str, originals_process: Any) -> Callable[..., Any]:
 @pytest.fixture
 def both(ask: Callable[..., Any], adapter: Any) -> Callable[..., tuple[Any, Any]]:
     """What a scenario returns with the library itself, and with its adapter."""
-    return lambda scenario, *arguments: (
-        ask(scenario, *arguments),
-        originals.answer(scenario, adapter, *arguments),
-    )
+    return lambda scenario, *arguments: (ask(scenario, *arguments), originals.answer(scenario, adapter, *arguments))

@@ -114,15 +114,11 @@ class Pops(nn.Module):
         return x + seen
 
 
-class Splits(nn.Module):
+class Splits(nn.Linear):
     """Values between stages: nested, with a view, an expanded tensor, a number and a tensor of integers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
     def forward(self, x: Tensor) -> Any:
-        y = self.linear(x)
+        y = super().forward(x)
         return {"halves": (y[:, :3], y[:, 3:].t()), "mean": y.mean(1, keepdim=True).expand(-1, 6), "n": 2}, y.argmax(1)
 
 
@@ -169,7 +165,7 @@ def far_skips() -> list[nn.Module]:
 ODD: dict[str, Callable[[], list[nn.Module]]] = {
     "none skips": lambda: [linear(), Stashes(), linear(), nn.Dropout(0.2), linear(), Pops()],
     "far skips": lambda: far_skips(),
-    "nested": lambda: [linear(), nn.Tanh(), Splits(), Joins(), nn.Dropout(0.2), linear()],
+    "nested": lambda: [linear(), nn.Tanh(), Splits(6, 6), Joins(), nn.Dropout(0.2), linear()],
     "expanded": lambda: [linear(), linear(), Mean(), nn.Dropout(0.3), Mean(), linear()],
     "some micro-batches": lambda: [linear(), Now(), linear(), Now(), nn.Dropout(0.2), linear()],
     "in place": lambda: [linear(), nn.ReLU(True), linear(), nn.Dropout(0.3, inplace=True), linear(), nn.ELU(0.5, True)],

@@ -158,20 +158,16 @@ def test_under_autocast(way: Any, checkpoint: str) -> None:
         assert torch.equal(actual.grad, expected.grad)
 
 
-class InFullPrecision(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
+class InFullPrecision(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
-            return self.linear(x.float())
+            return super().forward(x.float())
 
 
 @pytest.mark.one_process("compares pipes whose stages are on other workers")
 @every_way
 def test_halves_of_a_layer_that_leaves_autocast_are_not_rounded(way: Any) -> None:
-    layers = nn.Sequential(*(InFullPrecision() for _ in range(4)))
+    layers = nn.Sequential(*(InFullPrecision(6, 6) for _ in range(4)))
     x, y = torch.randn(8, 6), torch.randn(8)
     pipes = [each.pipe(copy.deepcopy(layers), CHUNKS, "never", balance=BALANCE) for each in (way, WAYS["1f1b"])]
     for pipe, each in zip(pipes, (way, WAYS["1f1b"]), strict=True):

@@ -15,16 +15,7 @@ from pipework import Pipe
 from pipework.runtime.host_memory import HostMemory
 from pipework.schedule import build, from_csv, to_csv, with_offload, with_recompute
 from tests.conftest import Way, distance
-from tests.exactness.test_grid import (
-    BALANCES,
-    CHECKPOINT_MODES,
-    CHUNKS,
-    DTYPES,
-    MODELS,
-    ROWS,
-    train_model,
-    vectors,
-)
+from tests.exactness.test_grid import BALANCES, CHECKPOINT_MODES, CHUNKS, DTYPES, MODELS, ROWS, train_model, vectors
 from tests.exactness.test_grid import WAYS as NAMES
 from tests.exactness.test_schedules_from_csv import pipe_of, with_long_skips
 from tests.exactness.test_skips import WIDTH

@@ -219,15 +219,11 @@ def test_a_backward_that_overwrites_what_waits_is_refused() -> None:
         def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
             return gradients[0].neg_()
 
-    class Reversed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Reversed(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Reverse.apply(x) + self.linear(x.detach())  # type: ignore[no-any-return, no-untyped-call]
+            return Reverse.apply(x) + super().forward(x.detach())  # type: ignore[no-any-return, no-untyped-call]
 
-    pipe = pipe_of([nn.Linear(4, 4), Reversed(), nn.Tanh(), nn.Linear(4, 4)], 4, schedule="zb-h1", balance=[2, 2])
+    pipe = pipe_of([nn.Linear(4, 4), Reversed(4, 4), nn.Tanh(), nn.Linear(4, 4)], 4, schedule="zb-h1", balance=[2, 2])
     x = torch.randn(8, 4)  # its first micro-batch shows what can wait
     with pytest.raises(RuntimeError, match="modified by an inplace operation while it waited for W"):
         pipe(x, target=x)

@@ -203,13 +203,9 @@ def test_pytorch_is_told_nothing_of_the_users_dataclasses() -> None:
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_several_and_keyword_inputs_with_one_given_whole(way: Any, checkpoint: str) -> None:
-    class Attend(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
+    class Attend(nn.Linear):
         def forward(self, x, y, *, mask, scale=1.0):
-            return (self.linear(x) * y * mask * scale, y)
+            return (super().forward(x) * y * mask * scale, y)
 
     class Two(nn.Module):
         def forward(self, x, y):
@@ -218,7 +214,7 @@ def test_several_and_keyword_inputs_with_one_given_whole(way: Any, checkpoint: s
     def total(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output * target).sum()
 
-    module = nn.Sequential(Attend(), Two(), nn.Tanh(), nn.Linear(3, 3))
+    module = nn.Sequential(Attend(3, 3), Two(), nn.Tanh(), nn.Linear(3, 3))
     pipe = way.pipe(module, 3, checkpoint, balance=[1, 1, 1, 1], loss_fn=total, loss_reduction="sum")
     x, y = torch.randn(2, 7, 3, requires_grad=True).unbind()
     mask, target = torch.rand(1, 3, requires_grad=True), torch.randn(7, 3)
@@ -293,15 +289,11 @@ def test_a_mini_batch_that_failed_leaves_nothing_in_deferred_statistics(way: Any
     assert pipe[0].num_batches_tracked == 1
 
 
-class Neighbours(nn.Module):
+class Neighbours(nn.Linear):
     """A layer of a graph network."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
     def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
-        return torch.sparse.mm(adjacency, self.linear(x))
+        return torch.sparse.mm(adjacency, super().forward(x))
 
 
 @pytest.mark.one_process("sparse tensors are not sent between processes")
@@ -311,7 +303,7 @@ class Neighbours(nn.Module):
 @pytest.mark.parametrize("given", [False, True])
 def test_sparse_inputs_that_are_not_split(checkpoint: str, layout: torch.layout, given: bool) -> None:
     torch.manual_seed(0)
-    module, x = nn.Sequential(Neighbours(), nn.Linear(3, 2)), torch.randn(6, 3)
+    module, x = nn.Sequential(Neighbours(3, 3), nn.Linear(3, 2)), torch.randn(6, 3)
     matrix = torch.randn(3, 3).relu().to_sparse(layout=layout).requires_grad_()
     expected = matrix.detach().clone().requires_grad_()
     for part in x.split(3):

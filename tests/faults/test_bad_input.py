@@ -31,15 +31,19 @@ def test_empty_batch(pipe: Pipe) -> None:
     ("inputs", "error", "message"),
     [
         ((torch.empty(4, 4, device="meta"),), NotImplementedError, "meta"),
-        ((None,), TypeError, "inputs do not have any tensors: got"),
-        ((True,), TypeError, "inputs do not have any tensors: got"),
+        ((), TypeError, "inputs do not have any tensors"),
+        ((5, True, None), TypeError, "inputs do not have any tensors: got int, bool, NoneType"),
+        ((torch.tensor(1.0),), ValueError, "'input' is 0-dimensional"),
+        ((torch.zeros(4, 4), torch.zeros(3, 4)), ValueError, r"\(4, 4\).*\(3, 4\)"),
         ((torch.ones(4, 4, dtype=torch.long),), RuntimeError, "dtype"),  # the layer's own error, as the next one
         ((torch.zeros(4, 4), torch.zeros(4, 4)), TypeError, "positional argument"),
     ],
 )
 def test_inputs_that_do_not_fit(pipe: Pipe, inputs: tuple[object, ...], error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
+    state = torch.get_rng_state()
+    with pytest.raises(error, match=message) as caught:
         pipe(*inputs)
+    assert hasattr(caught.value, "__notes__") or torch.equal(state, torch.get_rng_state()), "drawn before any layer ran"
 
 
 @pytest.mark.parametrize(

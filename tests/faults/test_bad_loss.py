@@ -125,10 +125,13 @@ def test_a_last_layer_that_returns_no_loss(make: Callable[..., Pipe]) -> None:
         (torch.zeros(2, 4), r"a tensor of shape \(2, 4\)"),
         (None, "NoneType"),
         ("many", "str"),
+        (-1.0, "-1.0"),
+        (float("nan"), "nan"),
+        (torch.tensor(-0.5), "-0.5"),
         (ZeroDivisionError(), ""),
     ],
 )
-def test_a_weight_that_is_no_number(make: Callable[..., Pipe], weight: Any, what: str) -> None:
+def test_a_weight_that_is_no_number_of_at_least_0(make: Callable[..., Pipe], weight: Any, what: str) -> None:
     def weight_of(target: Tensor) -> Any:
         if isinstance(weight, Exception):  # the caller's own error
             raise weight
@@ -136,6 +139,8 @@ def test_a_weight_that_is_no_number(make: Callable[..., Pipe], weight: Any, what
 
     pipe = make(loss_weight=weight_of)
     message = f"loss_weight gave {what} for micro-batch 0: wanted a number of at least 0" if what else ""
-    with pytest.raises((TypeError, ZeroDivisionError)) as caught:
-        pipe(torch.randn(ROWS, 4), target=torch.randn(ROWS, 4))
+    x, state = torch.randn(ROWS, 4), torch.get_rng_state()
+    with pytest.raises((TypeError, ValueError, ZeroDivisionError)) as caught:
+        pipe(x, target=x)
     assert caught.value is weight or re.search(message, str(caught.value))
+    assert torch.equal(torch.get_rng_state(), state), "nothing has been drawn"

@@ -86,20 +86,16 @@ def test_the_original_exception_is_raised_with_a_note(
     assert "maybe_fail" in names, "the traceback leads to the layer's own line"
 
 
-class FailsWhenRecomputed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
+class FailsWhenRecomputed(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if is_recomputing():
             raise Mishap
-        return self.linear(x)
+        return super().forward(x)
 
 
 @pytest.mark.timeout(20)
 def test_an_exception_during_recomputation_is_named_as_such(way: Any) -> None:
-    pipe = way.pipe(nn.Sequential(FailsWhenRecomputed(), nn.Linear(2, 2)), 3, "always", balance=[1, 1])
+    pipe = way.pipe(nn.Sequential(FailsWhenRecomputed(2, 2), nn.Linear(2, 2)), 3, "always", balance=[1, 1])
     with pytest.raises(Mishap) as caught:
         way.loss(pipe, torch.ones(3, 2), torch.ones(3)).backward()
     assert caught.value.__notes__ == [

@@ -32,8 +32,7 @@ def test_what_is_no_list_is_refused(values: Any) -> None:
 def test_values_reach_their_micro_batches() -> None:
     mask = torch.ones(2)
     batch = MiniBatch.of_caller(
-        (MicroBatches([{"x": A}, [B, (C, "text")]]), 5, NoChunk(mask)),
-        {"flag": True, "more": MicroBatches([None, C])},
+        (MicroBatches([{"x": A}, [B, (C, "text")]]), 5, NoChunk(mask)), {"flag": True, "more": MicroBatches([None, C])}
     )
     values = [unflatten(*message) for message in batch.micro_batches]
     (first, five, whole), keywords = values[0]

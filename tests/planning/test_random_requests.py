@@ -11,14 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipework.planning.layer_costs import (
-    DeviceKind,
-    LayerBytes,
-    LayerInfo,
-    LayerSeconds,
-    LinkSpeed,
-    SkipBytes,
-)
+from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerInfo, LayerSeconds, LinkSpeed, SkipBytes
 from pipework.planning.plan import Plan
 from pipework.planning.profiles import Profile
 from pipework.planning.search import plan_profile

@@ -75,8 +75,7 @@ def load_damaged(mesh: Mesh, folder: str, file: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "rank"),
-    [("model-stage-00003.safetensors", 1), ("optimizer-stage-00000.json", 0), ("training.json", 0)],
+    ("file", "rank"), [("model-stage-00003.safetensors", 1), ("optimizer-stage-00000.json", 0), ("training.json", 0)]
 )
 def test_damage_that_one_sees_turns_all_back(on_ranks: Run, tmp_path: Path, file: str, rank: int) -> None:
     save_from_one_process(tmp_path, 1, 2)

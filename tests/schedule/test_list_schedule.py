@@ -17,10 +17,7 @@ def shown(orders):
 
 def test_priorities_wait_for_data_and_weights_fill_the_gaps():
     priorities = [actions("0F0 0F1 0I0 0I1"), actions("1F0 1I0 1F1 1I1")]
-    assert shown(list_schedule((0, 1), priorities, limit=2)) == [
-        "0F0 0F1 0I0 0W0 0I1 0W1",
-        "1F0 1I0 1F1 1I1 1W0 1W1",
-    ]
+    assert shown(list_schedule((0, 1), priorities, limit=2)) == ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]
 
 
 def test_memory_forces_weights():

@@ -87,10 +87,7 @@ def test_the_first_micro_batches_stay_in_their_order():
 
 
 @given(
-    name=st.sampled_from(sorted(SCHEDULES)),
-    workers=st.integers(1, 5),
-    micro_batches=st.integers(1, 9),
-    data=st.data(),
+    name=st.sampled_from(sorted(SCHEDULES)), workers=st.integers(1, 5), micro_batches=st.integers(1, 9), data=st.data()
 )
 def test_a_part_of_a_valid_schedule_is_valid(name, workers, micro_batches, data):
     schedule = build(name, workers=workers, chunks=micro_batches)

@@ -6,15 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipework.distributed.health.status import (
-    KINDS,
-    Beat,
-    Call,
-    PeerFailure,
-    describe_exception,
-    read_beat,
-    write_beat,
-)
+from pipework.distributed.health.status import KINDS, Beat, Call, PeerFailure, describe_exception, read_beat, write_beat
 
 CALL = Call().begun("training step").ended()
 BEAT = Beat(7, True, CALL, "F of stage 0", 4711, "node0", "ValueError: no", (2, 3), {"stop": 1}, None, True)

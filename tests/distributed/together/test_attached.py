@@ -261,10 +261,7 @@ def test_what_a_rank_without_all_units_refuses(mesh: Mesh) -> None:
         (saves, model.state_dict),
         (saves, lambda: copy.deepcopy(model)),
         (r"Cannot copy out of meta tensor", lambda: model.to("cpu")),
-        (
-            r"Load a state dict into the model before the pipe is made",
-            lambda: model.load_state_dict(pipe.state_dict()),
-        ),
+        (r"Load a state dict into the model before the pipe is made", lambda: model.load_state_dict(pipe.state_dict())),
         (
             r"layers that are in other processes \(rank .*: blocks\.",
             lambda: torch.optim.SGD(model.blocks.parameters(), lr=0.1).step(),

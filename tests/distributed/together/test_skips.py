@@ -17,13 +17,9 @@ TENSOR = ROWS // CHUNKS * WIDTH * 4  # bytes of a micro-batch's residual
 
 
 @skippable(stash=["residual"])
-class First(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class First(nn.Linear):
     def forward(self, x: Tensor) -> Any:
-        y = torch.tanh(self.linear(x))
+        y = torch.tanh(super().forward(x))
         yield stash("residual", y)
         return 2 * y
 
@@ -70,7 +66,9 @@ def test_a_skip_is_sent_once_to_a_rank(
         send(self, address, tensors, around)
 
     monkeypatch.setattr(Channel, "send", counting)
-    model = nn.Sequential(First(), *(Block() if stage in popping else nn.Linear(WIDTH, WIDTH) for stage in (1, 2, 3)))
+    model = nn.Sequential(
+        First(WIDTH, WIDTH), *(Block() if stage in popping else nn.Linear(WIDTH, WIDTH) for stage in (1, 2, 3))
+    )
     pipes = both(model, mesh, CHUNKS, checkpoint, balance=[1] * 4, schedule=schedule, loss_fn=square)
     train_alike(pipes, torch.randn(ROWS, WIDTH), target=torch.randn(ROWS, WIDTH))
     expected = {"F": values * CHUNKS * TENSOR, "B": gradients * CHUNKS * TENSOR}

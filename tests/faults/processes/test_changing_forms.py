@@ -10,15 +10,11 @@ from tests.distributed.together.alike import both, square, train_alike
 from tests.jobs import runs_on
 
 
-class Forms(nn.Module):
+class Forms(nn.Linear):
     """Gives what a flag asks for: another dtype, another number of tensors, another structure around them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
     def forward(self, x: Tensor, form: str) -> Any:
-        y = self.linear(x)
+        y = super().forward(x)
         match form:
             case "half":
                 return y.half()
@@ -31,17 +27,13 @@ class Forms(nn.Module):
         return y
 
 
-class Reads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 1)
-
+class Reads(nn.Linear):
     def forward(self, value: Any, *more: Any) -> Tensor:
         if isinstance(value, dict):
             value = value["y"] + value["more"][0] * value["more"][1][1]
         for each in more:
             value = value + each[..., None].to(value.dtype)
-        return self.linear(value.float()[..., :6]).flatten(1).mean(1)
+        return super().forward(value.float()[..., :6]).flatten(1).mean(1)
 
 
 BATCHES = [
@@ -52,7 +44,7 @@ BATCHES = [
 
 @runs_on(2)
 def test_forms_change_from_step_to_step(mesh: Mesh) -> None:
-    pipes = pipe, threads = both(nn.Sequential(Forms(), Reads()), mesh, schedule="1f1b", loss_fn=square)
+    pipes = pipe, threads = both(nn.Sequential(Forms(6, 6), Reads(6, 1)), mesh, schedule="1f1b", loss_fn=square)
     for rows, length, form in BATCHES:
         x, y = torch.randn(rows, length, 6), torch.randn(rows)
         for each in pipes:

@@ -146,10 +146,7 @@ def test_another_loss_than_the_model_has_is_refused(name: str) -> None:
 RIGHT: dict[str, tuple[Loss, dict[str, Any]]] = {
     "mean": (functional.mse_loss, {}),
     "sum": (summed, {"loss_reduction": "sum"}),
-    "weights": (
-        counted,
-        {"sample": {"x": ROWS, "labels": PADDED}, "loss_weight": lambda labels: (labels != 0).sum()},
-    ),
+    "weights": (counted, {"sample": {"x": ROWS, "labels": PADDED}, "loss_weight": lambda labels: (labels != 0).sum()}),
     "odd rows": (functional.mse_loss, {"sample": {"x": ROWS[:7], "labels": OTHER[:7]}}),
     "a mask for all": (functional.mse_loss, {"sample": {"x": ROWS, "labels": OTHER, "mask": NoChunk(torch.eye(8))}}),
 }

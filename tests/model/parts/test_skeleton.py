@@ -7,14 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipework.model.parts.adapter import Adapter
-from pipework.model.parts.skeleton import (
-    AbsentUnit,
-    Container,
-    Skeleton,
-    Unit,
-    share,
-    twin_of,
-)
+from pipework.model.parts.skeleton import AbsentUnit, Container, Skeleton, Unit, share, twin_of
 from pipework.model.parts.units import find_units
 
 

@@ -19,13 +19,9 @@ from tests.conftest import WAYS
 
 
 @skippable(stash=["skip"])
-class Down(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class Down(nn.Linear):
     def forward(self, x: torch.Tensor):
-        x = self.linear(x)
+        x = super().forward(x)
         yield stash("skip", x)
         return torch.tanh(x)
 
@@ -38,7 +34,14 @@ class Up(nn.Module):
 
 def model() -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(4, 8), Down(), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8), Up(), nn.Linear(8, 3)
+        nn.Linear(4, 8),
+        Down(8, 8),
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        nn.Dropout(0.1),
+        nn.Linear(8, 8),
+        Up(),
+        nn.Linear(8, 3),
     )
 
 
@@ -69,7 +72,7 @@ class Joined(nn.Module):
 
 
 def test_popped_tensors_and_what_waits_count() -> None:
-    joined = nn.Sequential(nn.Linear(4, 8), Down(), nn.Linear(8, 8), nn.Tanh(), Joined(), nn.Linear(16, 3))
+    joined = nn.Sequential(nn.Linear(4, 8), Down(8, 8), nn.Linear(8, 8), nn.Tanh(), Joined(), nn.Linear(16, 3))
     convolutions = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(432, 3)
     )

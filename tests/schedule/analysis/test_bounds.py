@@ -8,16 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import (
-    KINDS,
-    SCHEDULES,
-    Costs,
-    build,
-    lower_bound,
-    simulate,
-    validate,
-    with_recompute,
-)
+from pipework.schedule import KINDS, SCHEDULES, Costs, build, lower_bound, simulate, validate, with_recompute
 
 SLACK = 1 + 1e-9
 

@@ -4,15 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipework.schedule import (
-    Costs,
-    build,
-    fill_drain,
-    simulate,
-    with_gradient_reduction,
-    with_recompute,
-    with_skips,
-)
+from pipework.schedule import Costs, build, fill_drain, simulate, with_gradient_reduction, with_recompute, with_skips
 
 times = st.floats(0.125, 8)
 

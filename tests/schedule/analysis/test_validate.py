@@ -1,13 +1,6 @@
 import pytest
 
-from pipework.schedule import (
-    Action,
-    Schedule,
-    ScheduleError,
-    fill_drain,
-    forward_only,
-    validate,
-)
+from pipework.schedule import Action, Schedule, ScheduleError, fill_drain, forward_only, validate
 from tests.schedule.orders_text import schedule_of
 
 
@@ -56,10 +49,7 @@ def test_a_cyclic_wait_names_both_sides():
 def test_inference_has_no_backwards():
     assert validate(forward_only(3, 4)).ok
     short = Schedule("short", (0, 1), ((Action("F", 0, 0),), (Action("F", 1, 1),)), inference=True)
-    assert messages(short) == [
-        "0F1 is missing in the order of worker 0",
-        "1F0 is missing in the order of worker 1",
-    ]
+    assert messages(short) == ["0F1 is missing in the order of worker 0", "1F0 is missing in the order of worker 1"]
     with pytest.raises(ValueError, match=r"kind must be one of F, .* since the schedule is for inference"):
         Schedule("both", (0,), ((Action("F", 0, 0), Action("B", 0, 0)),), inference=True)
 

@@ -112,11 +112,7 @@ def test_memory_strip_only_where_memory_is_known():
 
 @settings(deadline=None, max_examples=10)
 @given(
-    st.integers(1, 16),
-    st.integers(1, 12),
-    st.sampled_from(["action", "worker"]),
-    st.booleans(),
-    st.text(max_size=20),
+    st.integers(1, 16), st.integers(1, 12), st.sampled_from(["action", "worker"]), st.booleans(), st.text(max_size=20)
 )
 @pytest.mark.thorough
 def test_any_picture_is_whole_and_inside_its_frame(workers, micro_batches, colors, update, title):

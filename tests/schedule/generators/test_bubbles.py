@@ -2,11 +2,7 @@
 
 import pytest
 
-from pipework.schedule import (
-    Costs,
-    build,
-    simulate,
-)
+from pipework.schedule import Costs, build, simulate
 
 # fmt: off
 # Of workers and micro-batches, where F = I = W and transfers take no time: the bubble in percent of the makespan, and
