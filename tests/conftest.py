@@ -63,7 +63,7 @@ def pytest_collection_finish() -> None:
 def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured on the CPU, as operators that a stand-in of a device's graphs records."""
     monkeypatch.setattr(captured_steps, "can_capture", lambda device: True)
-    monkeypatch.setattr(captured_steps, "graphs_on", lambda device: RecordedGraphs())
+    monkeypatch.setattr(captured_steps, "Graphs", lambda device: RecordedGraphs())
 
 
 @pytest.fixture

@@ -780,9 +780,7 @@ def on_each_rank(mesh: Mesh) -> Any:
     results += [found(stacked, y, x, balance=[2, 4]), found(tied(), y, x, balance=[2, 2])]
     results += [found([nn.Linear(WIDTH, 8), Unordered(1e-3, 0.0, []), nn.Tanh(), nn.Linear(8, OUTPUTS)], y, x)]
     allowed = str(results[-1])
-    with mock.patch.multiple(
-        captured_steps, can_capture=lambda device: True, graphs_on=lambda device: RecordedGraphs()
-    ):
+    with mock.patch.multiple(captured_steps, can_capture=lambda device: True, Graphs=lambda device: RecordedGraphs()):
         results.append(found(layers(), y, x.requires_grad_(), graphs=True))
     assert sum("replayed" in each.what for each in results[-1].compared) == 3
     results.append(attached(Vision(p=0.5), batch_of(Vision), devices=None, mesh=mesh, checkpoint="always"))

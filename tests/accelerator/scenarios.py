@@ -225,7 +225,7 @@ def replay_on_own_streams(devices: Sequence[str]) -> list[Tensor]:
     """Captured steps, each called on other streams of the caller's, with another weight of its losses."""
     results = []
     made = mock.Mock(side_effect=lambda _: RecordedGraphs())
-    with mock.patch.multiple(captured_steps, can_capture=mock.Mock(return_value=True), graphs_on=made):
+    with mock.patch.multiple(captured_steps, can_capture=mock.Mock(return_value=True), Graphs=made):
         layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
         pipe = Pipe(
             layers, 4, balance=[1, 1], devices=devices, schedule="1f1b", loss_fn=functional.mse_loss, graphs=True

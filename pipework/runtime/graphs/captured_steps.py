@@ -22,7 +22,7 @@ import torch
 
 from pipework.fsdp_private import fsdp_modules
 from pipework.runtime.graphs.captured_step import CapturedStep
-from pipework.runtime.graphs.device_graphs import can_capture, graphs_on
+from pipework.runtime.graphs.device_graphs import Graphs, can_capture
 from pipework.runtime.graphs.fingerprint import Fingerprint
 from pipework.runtime.random.streams import has_random_state
 from pipework.spot_checks import FIRST
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from pipework.model.batchnorm import DeferredBatchNorms
     from pipework.runtime.device import WorkerDevice
-    from pipework.runtime.graphs.device_graphs import Graphs
     from pipework.runtime.transport import Message
 
 FORMS: Final = 2
@@ -292,7 +291,7 @@ class CapturedSteps:
         for each in failed:
             self._drop(each)
         if failed or not self._graphs:
-            self._graphs = {worker: graphs_on(device) for worker, device in self._devices.items()}
+            self._graphs = {worker: Graphs(device.device) for worker, device in self._devices.items()}
         self._drop(found)
         for other in [each for each in self._forms if each.captured is not None][: -FORMS + 1]:
             other.is_rare = not other.is_used

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,65 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipework.runtime.device import WorkerDevice
-
-
-class RandomState(Protocol):
-    """A state of random numbers that graphs read when they are replayed."""
-
-    @property
-    def generator(self) -> torch.Generator | None:
-        """From which kernels of the CPU draw while it is in use; None: the device has a generator of its own."""
-
-    def use(self) -> None:
-        """During a capture: what is launched from now on draws from this state, from its beginning."""
-
-    def seed(self, seed: int) -> None:
-        """Before a replay: the state begins at a seed."""
-
-    @property
-    def drew(self) -> bool:
-        """Whether the graph that was replayed last has drawn from it."""
-
-
-class Graph(Protocol):
-    """What one action launches."""
-
-    def capture(self, states: Sequence[RandomState]) -> AbstractContextManager[None]:
-        """A context in which this thread's launches are recorded, and take no effect.
-
-        Args:
-            states: that may be used inside.
-
-        Raises:
-            RuntimeError: inside, what cannot be captured was asked for.
-        """
-
-    def replay(self) -> None:
-        """Launches all of it."""
-
-
-class Graphs(Protocol):
-    """Makes the graphs of one worker, whose temporary memory is one pool.
-
-    A graph may write to memory that an earlier one has freed. So graphs are replayed in the order of their captures.
-    """
-
-    def graph(self) -> Graph:
-        """A new graph."""
-
-    def state(self) -> RandomState:
-        """A new state."""
-
-    def allocating(self) -> AbstractContextManager[None]:
-        """A context in which this thread allocates in the pool."""
-
-    def unowned(self, tensor: Tensor) -> Tensor:
-        """The same memory; when the tensor is gone, a later graph may use it, too."""
-
-    def wait(self) -> None:
-        """Before graphs are dropped: waits until the device has replayed them."""
-
 
 def can_capture(device: torch.device) -> bool:
     """Whether there are graphs for a device.
@@ -90,36 +31,43 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def graphs_on(device: WorkerDevice) -> Graphs:
-    """The graphs of a worker."""
-    return CudaGraphs(device.device)
+class RandomState:
+    """A state of the random numbers of a device's default generator, whose seed and offset lie on the device.
 
+    Graphs read it when they are replayed.
 
-class CudaState:
-    """See `RandomState`: a state of the default generator, whose seed and offset lie on the device."""
+    Attributes:
+        generator: from which kernels of the CPU draw while it is in use; None: the device has a generator of its own.
+        state: the state itself.
+    """
 
-    generator = None
+    generator: torch.Generator | None = None
 
     def __init__(self, device: torch.device) -> None:
         self._default = torch.cuda.default_generators[device.index]
         self.state = self._default.clone_state()
 
     def use(self) -> None:
-        """See `RandomState.use`."""
+        """During a capture: what is launched from now on draws from this state, from its beginning."""
         self._default.graphsafe_set_state(self.state)
 
     def seed(self, seed: int) -> None:
-        """See `RandomState.seed`."""
+        """Before a replay: the state begins at a seed."""
         self.state.manual_seed(seed)
 
     @property
     def drew(self) -> bool:
-        """See `RandomState.drew`: a replay moves the offset by what the graph draws."""
+        """Whether the graph that was replayed last has drawn from it: that moves the offset."""
         return self.state.get_offset() != 0
 
 
-class CudaGraph:
-    """See `Graph`."""
+class Graph:
+    """What one action launches.
+
+    Args:
+        pool: for its temporary memory.
+        device: of the pool.
+    """
 
     def __init__(self, pool: torch.cuda.MemPool, device: torch.device) -> None:
         self._graph = torch.cuda.CUDAGraph()  # the first attribute goes first: a pool outlives its graphs
@@ -128,12 +76,21 @@ class CudaGraph:
 
     @contextlib.contextmanager
     def capture(self, states: Sequence[RandomState]) -> Iterator[None]:
-        """See `Graph.capture`. The lock keeps other threads from the default generator, which has other states."""
+        """A context in which this thread's launches are recorded, and take no effect.
+
+        A lock keeps other threads from the default generator, which has other states inside.
+
+        Args:
+            states: that may be used inside.
+
+        Raises:
+            RuntimeError: inside, what cannot be captured was asked for.
+        """
         with device_generator(self._device).lock, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # as where nothing needs a gradient
             generator = torch.cuda.default_generators[self._device.index]
             own = generator.graphsafe_get_state()
-            torch_private.register_states(self._graph, [each.state for each in states])  # type: ignore[attr-defined]
+            torch_private.register_states(self._graph, [each.state for each in states])
             # A workspace of an earlier capture would be shared with graphs that may be dropped before this one.
             torch_private.clear_workspaces()
             uses = self._pool.use_count()
@@ -153,34 +110,40 @@ class CudaGraph:
                 torch_private.clear_workspaces()
 
     def replay(self) -> None:
-        """See `Graph.replay`."""
+        """Launches all of it."""
         self._graph.replay()
 
 
-class CudaGraphs:
-    """See `Graphs`."""
+class Graphs:
+    """Makes the graphs of one worker, whose temporary memory is one pool.
+
+    A graph may write to memory that an earlier one has freed. So graphs are replayed in the order of their captures.
+
+    Args:
+        device: of the worker.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
             self._pool = torch.cuda.MemPool()
 
-    def graph(self) -> CudaGraph:
-        """See `Graphs.graph`."""
-        return CudaGraph(self._pool, self._device)
+    def graph(self) -> Graph:
+        """A new graph."""
+        return Graph(self._pool, self._device)
 
     def state(self) -> RandomState:
-        """See `Graphs.state`."""
-        return CudaState(self._device)
+        """A new state."""
+        return RandomState(self._device)
 
     def allocating(self) -> AbstractContextManager[None]:
-        """See `Graphs.allocating`."""
+        """A context in which this thread allocates in the pool."""
         return torch.cuda.use_mem_pool(self._pool, self._device)
 
     def unowned(self, tensor: Tensor) -> Tensor:
-        """See `Graphs.unowned`."""
+        """The same memory; when the tensor is gone, a later graph may use it, too."""
         return torch_private.unowned(tensor)
 
     def wait(self) -> None:
-        """See `Graphs.wait`."""
+        """Before graphs are dropped: waits until the device has replayed them."""
         torch.cuda.synchronize(self._device)

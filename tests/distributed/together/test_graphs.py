@@ -26,7 +26,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """See the fixture of this name in tests/conftest.py, which other processes do not have."""
     monkeypatch.setattr(captured_steps, "can_capture", lambda device: True)
-    monkeypatch.setattr(captured_steps, "graphs_on", lambda device: RecordedGraphs())
+    monkeypatch.setattr(captured_steps, "Graphs", lambda device: RecordedGraphs())
 
 
 def block() -> nn.Sequential:

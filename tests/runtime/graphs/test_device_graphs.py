@@ -10,7 +10,7 @@ from pipework import torch_private
 from pipework.model.batchnorm import DeferredBatchNorms
 from pipework.runtime.graphs import captured_steps, device_graphs
 from pipework.runtime.graphs.captured_step import CapturedStep
-from pipework.runtime.graphs.device_graphs import CudaGraph, CudaGraphs, CudaState
+from pipework.runtime.graphs.device_graphs import Graph, Graphs, RandomState
 
 CARD = torch.device("cuda", 0)
 
@@ -130,8 +130,8 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cud
     return cuda
 
 
-def made() -> tuple[CudaGraph, list[CudaState]]:
-    graphs = CudaGraphs(CARD)
+def made() -> tuple[Graph, list[RandomState]]:
+    graphs = Graphs(CARD)
     return graphs.graph(), [graphs.state()]
 
 
@@ -173,7 +173,7 @@ def test_the_device_has_replayed_what_is_dropped(cuda: Cuda, monkeypatch: pytest
     monkeypatch.setattr(captured_steps, "can_capture", lambda device: True)
     steps = captured_steps.CapturedSteps(frozenset({"on"}), {}, [])
     found = steps._found(())
-    found.captured = CapturedStep({0: CudaGraphs(CARD)}, DeferredBatchNorms(torch.nn.Identity()), goes_on=False)
+    found.captured = CapturedStep({0: Graphs(CARD)}, DeferredBatchNorms(torch.nn.Identity()), goes_on=False)
     steps.drop()
     assert cuda.calls == ["wait for cuda:0"]
     assert found.captured is None
