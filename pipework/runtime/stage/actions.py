@@ -61,10 +61,10 @@ class StageActions:
         run, micro_batch = self.run, action[2]
         leaves, structure = self.receive(micro_batch)  # 1
         if micro_batch in run.checkpointed:
-            first = run.recomputation.begin(leaves, structure, micro_batch)
+            first = run.recomputation.begin(run, leaves, structure, micro_batch)
             with checkpointing():
                 outputs, structure = self.run_forward(first.leaves, structure, micro_batch)  # 2
-            run.recomputation.end(first, outputs, structure, micro_batch)  # 3: the leaves alone
+            run.recomputation.end(run, first, outputs, structure, micro_batch)  # 3: the leaves alone
         else:
             outputs, structure = self.run_forward(leaves, structure, micro_batch)  # 2
             if run.trains:

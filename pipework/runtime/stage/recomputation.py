@@ -36,10 +36,9 @@ if TYPE_CHECKING:
 
     from pipework.autograd.aliases import Aliases
     from pipework.runtime.stage.actions import StageActions
-    from pipework.runtime.stage.in_place import InPlaceChanges
-    from pipework.runtime.stage.kept import AnyStructure, Kept
-    from pipework.runtime.stage.loss import LossRun
+    from pipework.runtime.stage.kept import AnyStructure
     from pipework.runtime.stage.stage import Stage
+    from pipework.runtime.stage.stage_run import StageRun
     from pipework.runtime.transport import Message
 
 
@@ -308,50 +307,32 @@ class Recomputation:
     Args:
         stage: the stage.
         aliases: of its parameters.
-        kept: gets the inputs, and later the graph.
-        in_place: finds in-place changes of the inputs.
-        loss: computed after the layers; None: by no or by another stage.
-        any_skips: whether gradients of skips may come to the stage or leave it.
         compares: whether values may be compared; while actions are captured there are none.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        aliases: Aliases,
-        kept: Kept,
-        in_place: InPlaceChanges,
-        loss: LossRun | None,
-        *,
-        any_skips: bool,
-        compares: bool,
-    ) -> None:
-        self._stage = stage
-        self._aliases = aliases
+    def __init__(self, stage: Stage, aliases: Aliases, *, compares: bool) -> None:
         self._versions = aliases.versions
-        self._kept = kept
-        self._in_place = in_place
-        self._loss = loss
-        self._is_differentiated = loss is not None or any_skips
         self._compares = compares
         self._check = RecomputeCheck(stage.recompute_looks if compares else iter(()))
 
-    def begin(self, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> FirstPass:
+    def begin(self, run: StageRun, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> FirstPass:
         """Before the first pass: what it runs on, and what is kept for the second one.
 
         Autograd records a graph all the same: it shows which outputs require a gradient, and a module that reads grad
         mode does the same in both passes. The graph is freed with the outputs. Until then it takes as much memory as
         that of the recomputation.
         """
-        in_place, loss = self._in_place, self._loss
-        given = Inputs(leaves, structure, self._stage.buffers.snapshot(), _versions(leaves))  # 1
+        in_place, loss = run.in_place, run.loss
+        given = Inputs(leaves, structure, run.stage.buffers.snapshot(), _versions(leaves))  # 1
         is_first, own = in_place.found is None, in_place.inputs_of_first_pass(leaves)
         target = None if loss is None else loss.targets[micro_batch]
         return FirstPass(given, own, _versions(own), is_first, target, _versions(() if target is None else target[0]))
 
-    def end(self, first: FirstPass, outputs: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> None:
+    def end(
+        self, run: StageRun, first: FirstPass, outputs: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int
+    ) -> None:
         """After the first pass: keeps the input, and not the graph."""
-        in_place, loss, leaves = self._in_place, self._loss, first.given.leaves
+        in_place, loss, leaves = run.in_place, run.loss, first.given.leaves
         if loss is not None and first.target is not None:
             if first.of_target != _versions(first.target[0]):
                 raise RuntimeError(
@@ -359,39 +340,40 @@ class Recomputation:
                     "loss, or use checkpoint='never'"
                 )
             loss.targets[micro_batch] = first.target
-        buffers = self._stage.buffers.learn(first.given.buffers, compares=self._compares)
-        if self._is_differentiated or any(output.requires_grad for output in outputs):
-            self._kept.put_inputs(micro_batch, first.given._replace(buffers=buffers))  # 3
+        buffers = run.stage.buffers.learn(first.given.buffers, compares=self._compares)
+        is_differentiated = loss is not None or (run.ports is not None and run.ports.any_gradients)
+        if is_differentiated or any(output.requires_grad for output in outputs):
+            run.kept.put_inputs(micro_batch, first.given._replace(buffers=buffers))  # 3
             self._check.keep(micro_batch, outputs)
         else:  # no R: no gradient will reach this stage
-            self._kept.put(micro_batch, leaves, outputs, structure)
+            run.kept.put(micro_batch, leaves, outputs, structure)
         if in_place.see_first_pass(first.leaves, first.versions, outputs, is_first=first.is_first):
             in_place.refuse_overlap(leaves)
 
     def second_pass(self, actions: StageActions, micro_batch: int) -> None:
         """R: computes the micro-batch again and keeps the graph."""
-        again = actions.again
-        inputs = self._kept.take_inputs(micro_batch, again=again)
+        run, again = actions.run, actions.again
+        inputs = run.kept.take_inputs(micro_batch, again=again)
         if inputs is None:
             return  # this stage is in evaluation mode: nothing was checkpointed here
         leaves, structure, buffers, versions = inputs
         del inputs
         # A stage that changes its input in place has run on copies. The caller's micro-batches share a version counter.
-        untouched = self._in_place.found or versions == _versions(leaves)
-        if not untouched or self._versions != self._aliases.versions:  # 4
+        untouched = run.in_place.found or versions == _versions(leaves)
+        if not untouched or self._versions != run.aliases.versions:  # 4
             raise RuntimeError(
-                f"an input or a parameter of stage {self._stage.index} has been modified by an inplace operation since "
+                f"an input or a parameter of stage {run.stage.index} has been modified by an inplace operation since "
                 "its forward, so it cannot be recomputed for its backward. Call backward() before optimizer.step() and "
                 "before the batch's memory is used again, or use checkpoint='never' if autograd need not have them"
             )
-        if self._in_place.found:
+        if run.in_place.found:
             leaves = tuple(map(boundary.private_copy, leaves))
         elif again:
             leaves = tuple(map(boundary.renewed, leaves))
         with _in_phase("recomputing"), buffers.standing_in(again=again):  # 5
             outputs, structure = actions.run_forward(leaves, structure, micro_batch)  # 6
-            self._kept.put(micro_batch, leaves, outputs, structure)  # 7
-            self._check.compare(micro_batch, outputs, self._stage.place)  # 8
+            run.kept.put(micro_batch, leaves, outputs, structure)  # 7
+            self._check.compare(micro_batch, outputs, run.stage.place)  # 8
 
     def clear(self) -> None:
         """Drops every tensor."""

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 
     from pipework.autograd.aliases import SharedMemory
     from pipework.autograd.boundary import Root
-    from pipework.autograd.tied_gradients import TiedGradients
-    from pipework.autograd.weight_split.store import WeightGradientStore
-    from pipework.runtime.stage.stage import Stage
     from pipework.runtime.stage.stage_forward import EnterStream
+    from pipework.runtime.stage.stage_run import StageRun
 
     Gradients: TypeAlias = tuple[Tensor | None, ...]
     # Of leaves, the roots, the gradients of the roots, and the number of the micro-batch.
@@ -44,28 +42,17 @@ class StageBackward:
     """One stage's backward, in one run.
 
     Args:
-        stage: the stage.
+        run: the mini-batch on the stage.
         memory: of the gradients of its aliases.
-        tied: the gradients of parameters that other stages of this process use, too; None: there are none.
-        store: of the gradients that are deferred to W; None: none are.
         enter_stream: called before the backward, if random numbers may be drawn.
         retain_graph: whether the graph is left for another backward.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        memory: SharedMemory,
-        tied: TiedGradients | None,
-        store: WeightGradientStore | None,
-        enter_stream: EnterStream | None,
-        *,
-        retain_graph: bool,
+        self, run: StageRun, memory: SharedMemory, enter_stream: EnterStream | None, *, retain_graph: bool
     ) -> None:
-        self._stage = stage
+        self._stage, self._tied, self._store = run.stage, run.tied, run.store
         self._memory = memory
-        self._tied = tied
-        self._store = store
         self._enter_stream = enter_stream
         self._retain_graph = retain_graph
 

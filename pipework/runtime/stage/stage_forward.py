@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
-    from pipework.runtime.skips.connections import SkipPorts
-    from pipework.runtime.stage.in_place import InPlaceChanges
     from pipework.runtime.stage.kept import AnyStructure
-    from pipework.runtime.stage.loss import LossRun
-    from pipework.runtime.stage.stage import Layer, Stage
+    from pipework.runtime.stage.stage import Layer
+    from pipework.runtime.stage.stage_run import StageRun
 
     Outputs: TypeAlias = tuple[tuple[Tensor, ...], AnyStructure]
     # Of leaves, the structure around them, and the number of the micro-batch.
@@ -44,35 +42,19 @@ class StageForward:
     """One stage's forward, in one run.
 
     Args:
-        stage: the stage.
-        in_place: finds in-place changes of the leaves.
-        loss: computed after the layers; None: by no or by another stage.
-        ports: the skips of the stage; None: it has none.
+        run: the mini-batch on the stage.
         enter_stream: called before each layer, if random numbers may be drawn.
         looks: called with the leaves and the outputs.
-        grad: whether gradients are wanted.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        in_place: InPlaceChanges,
-        loss: LossRun | None,
-        ports: SkipPorts | None,
-        enter_stream: EnterStream | None,
-        looks: Sequence[Look],
-        *,
-        grad: bool,
-    ) -> None:
-        self._stage = stage
-        self._in_place = in_place
-        self._loss = loss
+    def __init__(self, run: StageRun, enter_stream: EnterStream | None, looks: Sequence[Look]) -> None:
+        self._stage, self._in_place, self._ports, self._loss = run.stage, run.in_place, run.ports, run.loss
+        self._grad = run.trains
         self._enter_stream = enter_stream
         self._looks = looks
-        self._grad = grad
         # The last layer takes the target, too, if there is no loss function.
-        self._layers = stage.layers_with_target if loss is not None and loss.is_of_layer else stage.layers
-        self._ports = ports
+        takes_target = run.loss is not None and run.loss.is_of_layer
+        self._layers = run.stage.layers_with_target if takes_target else run.stage.layers
 
     def __call__(self, leaves: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int) -> Outputs:
         """The outputs and their structure."""

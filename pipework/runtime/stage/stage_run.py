@@ -111,15 +111,7 @@ class StageRun:
         own_leaves = spec.own_leaves if is_first else frozenset[int]()
         batch = spec.versions if is_first and spec.loss is None else None
         self.in_place = InPlaceChanges(stage, own_leaves, batch, self.checkpointed, self.aliases)
-        self.recomputation = Recomputation(
-            stage,
-            self.aliases,
-            self.kept,
-            self.in_place,
-            self.loss,
-            any_skips=self.ports is not None and self.ports.any_gradients,
-            compares=spec.captured is None,
-        )
+        self.recomputation = Recomputation(stage, self.aliases, compares=spec.captured is None)
         self.situation = (loss is None, stage.training, len(self.aliases.leaves))
 
     def connect(
@@ -204,8 +196,8 @@ class StageRun:
             looks.append(self._stray.watch)  # a layer may keep a tensor of this graph
         if self._check_finite:
             looks.append(lambda _, outputs: refuse_non_finite(outputs, f"an output of stage {stage.index}"))
-        forward: Forward = StageForward(stage, self.in_place, loss, self.ports, enter_stream, looks, grad=self.trains)
-        backward: Backward = StageBackward(stage, memory, self.tied, store, enter_stream, retain_graph=retain_graph)
+        forward: Forward = StageForward(self, enter_stream, looks)
+        backward: Backward = StageBackward(self, memory, enter_stream, retain_graph=retain_graph)
         if store is not None:
             forward = observers.deferring(store, forward)
         if self.meter is not None:
