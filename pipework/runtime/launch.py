@@ -1,6 +1,6 @@
-"""The two launchers of a run: which threads execute the actions, and in which order.
+"""What a thread does in a run: it executes the actions of one worker, or those of all.
 
-    thread_for_each: a thread for each worker          one_thread: one thread for all workers
+    a thread for each worker                           one thread for all workers
 
     thread 0   0F0 0F1 ------- 0B0 0B1                 thread 0   0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1
     thread 1       1F0 1B0 1F1 1B1
@@ -8,7 +8,7 @@
     each executes the order of its worker, and         the order of the simulated schedule, in which
     waits for the messages of other workers            each message is sent before it is received
 
-Each schedule runs either way, and computes the same numbers. A further launcher is a function beside these two.
+Each schedule runs either way, and computes the same numbers.
 
 A mode sees every operator of its thread: `torch.utils.flop_counter.FlopCounterMode` counts them, debugging modes print
 them, others replace them. Each thread has a stack of modes, so a mode of the caller would see nothing on a worker. A
@@ -29,32 +29,12 @@ from pipework.runtime.random.streams import RandomStream
 from pipework.runtime.worker import WorkerRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from typing import TypeAlias
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pipework.runtime.failure import Failure
     from pipework.runtime.run_spec import RunSpec
     from pipework.runtime.transport import Handler, Transport
     from pipework.schedule import Action
-
-    Launcher: TypeAlias = Callable[[RunSpec, Transport], list["ThreadRun"]]
-
-
-def launcher_of(spec: RunSpec) -> Launcher:
-    """The launcher of a run."""
-    return one_thread if spec.one_thread else thread_for_each
-
-
-def thread_for_each(spec: RunSpec, transport: Transport) -> list[ThreadRun]:
-    """Each worker has a thread, which executes the worker's own order."""
-    return [ThreadRun(spec, transport, [worker], spec.orders[worker]) for worker in spec.engine.devices]
-
-
-def one_thread(spec: RunSpec, transport: Transport) -> list[ThreadRun]:
-    """One thread executes the actions of all workers of this process; of several processes each has one worker."""
-    workers = list(spec.engine.devices)
-    order = spec.orders[workers[0]] if len(workers) == 1 else spec.program.launch_order(spec.orders)
-    return [ThreadRun(spec, transport, workers, order)]
 
 
 class ThreadRun:
@@ -63,17 +43,16 @@ class ThreadRun:
     Args:
         spec: the run.
         transport: of the run.
-        numbers: of the workers whose actions the thread executes.
-        order: these actions.
+        numbers: of the workers whose actions the thread executes: one of them, or all.
 
     Attributes:
         workers: those of `numbers`.
     """
 
-    def __init__(self, spec: RunSpec, transport: Transport, numbers: Sequence[int], order: Sequence[Action]) -> None:
+    def __init__(self, spec: RunSpec, transport: Transport, numbers: Sequence[int]) -> None:
         self._spec = spec
         self._failure = transport.failure
-        self._order = order
+        self._order = spec.orders[numbers[0]] if len(numbers) == 1 else spec.program.launch_order(spec.orders)
         draws = any(run.draws for number in numbers for run in spec.of_worker(number).values())
         capture = None if spec.step.captured is None else spec.step.captured.capture
         stream = RandomStream(spec.step.key) if capture is None else capture.stream
@@ -102,7 +81,8 @@ class ThreadRun:
         # Before anything is launched on this thread, such as what gathers parameters.
         self.workers[0].device.enter_thread()
         for worker in self.workers:
-            worker.start_clock()
+            if worker.recorded is not None:
+                worker.recorded.start_clock()
         own = [run.aliases for worker in self.workers for run in worker.runs.values()]
         gathered_later = (
             [runs[action.stage].aliases for action in self._order if action.kind == "UNSHARD"]

@@ -18,12 +18,13 @@ A failure is the first exception of all workers. The caller's thread raises it a
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipework.runtime.device import record_on
-from pipework.runtime.launch import launcher_of
+from pipework.runtime.launch import ThreadRun
 from pipework.runtime.out_of_memory import note_memory
 from pipework.runtime.random.unseen_draws import LateDraws
 
@@ -49,7 +50,9 @@ class PipeRun:
         self._spec = spec
         self._transport = spec.engine.backend.transport(spec)
         self.failure = self._transport.failure
-        self._threads = launcher_of(spec)(spec, self._transport)
+        workers = [*spec.engine.devices]
+        groups = [workers] if spec.one_thread else [[worker] for worker in workers]
+        self._threads = [ThreadRun(spec, self._transport, numbers) for numbers in groups]
         self._workers = [worker for thread in self._threads for worker in thread.workers]
 
     def execute(self, sent: Mapping[tuple[str, int], Sequence[Any]], variables: Context) -> None:
@@ -102,8 +105,8 @@ class PipeRun:
         if step.recorder is not None:
             if spec.forward:  # not before: a mini-batch that failed is no measurement
                 step.recorder.begin(step.number, spec.program.schedule, loss_outside=step.loss is None)
-            intervals = [interval for worker in self._workers for interval in worker.recorded()]
-            step.recorder.add(step.number, spec.engine.backend.all_intervals(intervals))
+            recorded = [worker.recorded.intervals() for worker in self._workers if worker.recorded is not None]
+            step.recorder.add(step.number, spec.engine.backend.all_intervals([*chain.from_iterable(recorded)]))
         has_outputs = spec.forward and (spec.engine.has(stages) or spec.shared_results != 0)
         outputs = self._received("F", stages) if has_outputs else []
         return outputs, self._received("B", -1) if spec.input_gradients and step.takes_gradients else []

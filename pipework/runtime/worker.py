@@ -35,6 +35,7 @@ class WorkerRun:
         device: the worker's.
         handlers: by (kind, stage), the function that executes an action.
         finish: called after the last action, unless one has failed.
+        recorded: the times of its actions; None: nobody has asked for them.
         not_held: what is known of layers that may draw from the generator of an accelerator while the worker does not
             hold it; None: there are none.
     """
@@ -55,7 +56,7 @@ class WorkerRun:
         recorder, recorded = spec.step.recorder, None
         if recorder is not None:
             recorded = RecordedActions(number, self.device, self.runs, memory=recorder.memory)
-        self._recorded = recorded
+        self.recorded = recorded
         self.handlers: dict[tuple[str, int], Handler] = {}
         for stage, run in self.runs.items():
             handlers = run.connect(spec, endpoint, stream, hold, None if recorded is None else recorded.begin)
@@ -75,15 +76,6 @@ class WorkerRun:
         self.handlers.clear()  # they refer to this object
         for run in self.runs.values():
             run.disconnect()
-
-    def start_clock(self) -> None:
-        """On the thread of the run, before the first action."""
-        if self._recorded is not None:
-            self._recorded.start_clock()
-
-    def recorded(self) -> list[Interval]:
-        """The recorded actions."""
-        return [] if self._recorded is None else self._recorded.intervals()
 
     def _enter(self, _: Action) -> None:
         self.device.enter_thread()
@@ -108,7 +100,7 @@ class RecordedActions:
     marks: list[tuple[Action, list[Any], Any, tuple[int, int, int]]] = field(default_factory=list)
 
     def start_clock(self) -> None:
-        """Before the first action."""
+        """On the thread of the run, before the first action."""
         self._clock = self.device.clock()
 
     def begin(self) -> None:

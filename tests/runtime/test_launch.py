@@ -1,4 +1,4 @@
-"""The loop over actions, and the two launchers: both compute the same, and one has a single thread."""
+"""The loop over actions, executed by a thread for each worker, or by one for all: both compute the same."""
 
 import threading
 from collections.abc import Callable

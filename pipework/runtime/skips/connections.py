@@ -23,7 +23,7 @@ from pipework.runtime.skips import skip_tracker
 from pipework.runtime.skips.stashed import Stashed, StashedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
     from torch import Tensor
@@ -148,7 +148,7 @@ class SkipPorts:
         number_of, others = {n: number for number, n in received.value.same}, iter(leaves[received.own :])
         tensors = {n: value[number_of[n]] if n in number_of else next(others) for n in received.present}
         arrived = self._stashed.arrived(value, received.value, tensors)
-        tracker = StageTracker({skip.key: tensors.get(n) for n, skip in self._incoming})
+        tracker = skip_tracker.LocalTracker({skip.key: tensors.get(n) for n, skip in self._incoming})
         with skip_tracker.using(tracker):
             outputs, structure = layers(value, received.value.structure, micro_batch)
         self._stashed.refuse_overwritten(arrived)
@@ -224,18 +224,3 @@ def _hand_on(
     for send in senders:
         send(micro_batch, (tuple(map(boundary.cut, tensors)), 1 if is_returned else None))
         is_returned = False
-
-
-class StageTracker:
-    """The `SkipTracker` of one stage and micro-batch: holds what its layers pop, collects what they stash."""
-
-    def __init__(self, popped: dict[Hashable, Tensor | None]) -> None:
-        self._tensors = popped
-
-    def save(self, key: Hashable, tensor: Tensor | None, poppers: int) -> None:
-        """See `SkipTracker.save`."""
-        self._tensors[key] = tensor
-
-    def load(self, key: Hashable) -> Tensor | None:
-        """See `SkipTracker.load`."""
-        return self._tensors[key]

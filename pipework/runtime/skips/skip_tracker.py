@@ -1,7 +1,7 @@
 """The tracker of a thread, which takes the tensors that layers stash and gives those that they pop.
 
-A skippable layer knows no stage, so it uses the tracker of the thread that it runs on. Outside of a pipe that is a
-dictionary; inside, the worker has set the tracker of its stage.
+A skippable layer knows no stage, so it uses the tracker of the thread that it runs on. Inside of a pipe the worker has
+set that of its stage and micro-batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -27,19 +27,24 @@ class SkipTracker(Protocol):
 
 
 class LocalTracker:
-    """Keeps a stashed tensor until the last layer has popped it."""
+    """Keeps a stashed tensor until the last layer has popped it; in a stage to the end, since other stages pop it, too.
 
-    def __init__(self) -> None:
-        self._kept: dict[Hashable, tuple[Tensor | None, int]] = {}
+    Args:
+        popped: in a stage, what its layers pop of earlier ones; None: this is no stage.
+    """
+
+    def __init__(self, popped: Mapping[Hashable, Tensor | None] | None = None) -> None:
+        self._stays = popped is not None
+        self._kept = {key: (tensor, 1) for key, tensor in (popped or {}).items()}
 
     def save(self, key: Hashable, tensor: Tensor | None, poppers: int) -> None:
         """See `SkipTracker.save`."""
         self._kept[key] = tensor, poppers
 
     def load(self, key: Hashable) -> Tensor | None:
-        """See `SkipTracker.load`; the last call drops the tensor."""
+        """See `SkipTracker.load`; the last call drops the tensor, but in a stage."""
         tensor, poppers = self._kept.pop(key)
-        if poppers > 1:
+        if poppers > 1 or self._stays:
             self._kept[key] = tensor, poppers - 1
         return tensor
 
@@ -47,7 +52,8 @@ class LocalTracker:
 class _ThreadTracker(threading.local):
     """The tracker of the current thread, made when it is first needed."""
 
-    tracker: SkipTracker | None = None
+    def __init__(self) -> None:
+        self.tracker: SkipTracker = LocalTracker()
 
 
 _thread = _ThreadTracker()
@@ -55,8 +61,6 @@ _thread = _ThreadTracker()
 
 def current() -> SkipTracker:
     """The tracker of this thread."""
-    if _thread.tracker is None:
-        _thread.tracker = LocalTracker()
     return _thread.tracker
 
 
