@@ -104,7 +104,7 @@ class RecordedActions:
         self._clock = self.device.clock()
 
     def begin(self) -> None:
-        """An action has received its inputs, and computes from now on."""
+        """An action computes from now on: it has begun, or it has received its inputs."""
         self._start = self._clock.now()
 
     def around(self, handle: Handler, stream: torch.Stream | None) -> Handler:
@@ -117,6 +117,7 @@ class RecordedActions:
 
         def recorded(action: Action) -> None:
             free = [] if stream is None else [self._clock.now(stream)]
+            self.begin()
             handle(action)
             end = self._clock.now(stream)
             sizes = self.runs[action.stage].sizes(action) if self.memory else (0, 0, 0)

@@ -27,7 +27,7 @@ class Ports(NamedTuple):
         receivers: by name.
         senders: by name.
         key: of the random numbers.
-        before: called before an action computes.
+        before: called when an action has received a message.
     """
 
     receivers: Mapping[Name, Receive]
@@ -75,6 +75,7 @@ class Receiving(Transferring):
         for static, tensor in zip(self.statics, tensors, strict=True):
             if static is not None:
                 static.fill(tensor)
+        ports.before()
 
 
 class Sending(Transferring):
@@ -93,17 +94,13 @@ class Replaying:
     Attributes:
         graph: as above.
         draws: the states that it draws from, and for which layer.
-        begins: whether it is the first one of its action.
     """
 
     graph: Graph
     draws: list[tuple[RandomState, int]]
-    begins: bool
 
     def replay(self, ports: Ports, micro_batch: int) -> None:
         """Launches it with the random numbers of this step."""
-        if self.begins:
-            ports.before()
         for state, layer in self.draws:
             state.seed(mix(ports.key.value(), layer, micro_batch))
         self.graph.replay()

@@ -165,8 +165,7 @@ class StepCapture:
         for state, layer in used:
             state.seed(mix(self.stream.key.value(), layer, self.stream.micro_batch))
         graph.replay()
-        begins = not any(isinstance(each, Replaying) for each in self._script)
-        self._script.append(Replaying(graph, [pair for pair in used if pair[0].drew], begins))
+        self._script.append(Replaying(graph, [pair for pair in used if pair[0].drew]))
 
     def enter(self, layer: int) -> None:
         """A layer runs from now on, and draws numbers of its own."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipework.runtime.stage.stage_backward import Backward, Gradients
     from pipework.runtime.stage.stage_forward import Forward, Look, Outputs
     from pipework.runtime.stage.stage_run import StageRun
-    from pipework.runtime.transport import Handler, Message, Receive, Send
+    from pipework.runtime.transport import Message, Receive, Send
     from pipework.schedule import Action
 
 
@@ -129,7 +129,7 @@ def measuring_actions(meter: MemoryMeter, run: StageRun, holds: str | None, *, a
 
 
 def marking(mark: Callable[[], None], receive: Receive) -> Receive:
-    """Receives, and notes the time from which the action computes."""
+    """Receives, and then says that the action computes from now on."""
 
     def received(micro_batch: int) -> Message:
         message = receive(micro_batch)
@@ -137,18 +137,3 @@ def marking(mark: Callable[[], None], receive: Receive) -> Receive:
         return message
 
     return received
-
-
-def marking_before(mark: Callable[[], None], receive: Receive) -> Receive:
-    """The same, where nothing is received: what is given is computed, too."""
-
-    def received(micro_batch: int) -> Message:
-        mark()
-        return receive(micro_batch)
-
-    return received
-
-
-def calling(call: Callable[[], None]) -> Handler:
-    """A function without an argument as something to be done with an action."""
-    return lambda action: call()

@@ -129,7 +129,7 @@ class StageRun:
             endpoint: the worker's side of the transport.
             stream: the source of the worker's random numbers; None: the layers draw none.
             hold: entered by each computation that may draw from the generator of an accelerator unseen, if given.
-            before_computing: called by an action that has received its inputs, before it computes, if given.
+            before_computing: called when an action has what comes from elsewhere, and computes from now on, if given.
 
         Returns:
             By the kinds of actions, the functions that execute them.
@@ -154,7 +154,7 @@ class StageRun:
         )
         # A schedule may have a table with kinds of its own, or without some of the usual ones.
         handlers = {kind: self._handler(kind, actions, spec) for kind in HANDLERS if kind in self._table}
-        self._watch(handlers, before_computing, retain_graph=retain_graph)
+        self._watch(handlers, retain_graph=retain_graph)
         if self.checkpointed and not in_context:
             handlers["R"] = self._context.entered()(handlers["R"])
         elif in_context and self._context.autocasts:
@@ -162,8 +162,9 @@ class StageRun:
             for kind in [kind for kind in handlers if self._table[kind].adds]:
                 handlers[kind] = self._context.without_autocast()(handlers[kind])
         if self.offload is not None:
+            marks = [] if before_computing is None else [lambda _: before_computing()]
             for kind in handlers.keys() & self._table["L"].before:
-                handlers[kind] = chained(self.offload.arrive, handlers[kind])
+                handlers[kind] = chained(self.offload.arrive, *marks, handlers[kind])
         return handlers
 
     def _handler(self, kind: str, actions: StageActions, spec: RunSpec) -> Handler:
@@ -174,9 +175,10 @@ class StageRun:
             if self.store is not None or part is not StageActions.backward_of_weights
         ]
         if self.capture is not None:
-            worker, arrives = spec.placement[self.stage.index], bool(self._table[kind].arrives)
+            worker, arrives = spec.placement[self.stage.index], self._table[kind].arrives
+            receives = bool(arrives) and (self.loss is None or arrives != "B")  # its gradient is computed
             parts = [
-                self.capture.around(part, self, worker, receives=arrives and not number)
+                self.capture.around(part, self, worker, receives=receives and not number)
                 for number, part in enumerate(parts)
             ]
         return parts[0] if len(parts) == 1 else chained(*parts)
@@ -231,32 +233,23 @@ class StageRun:
             receive_gradients = partial(ports.receive_gradients, receive_gradients)
             send_gradients = partial(ports.send_gradients, send_gradients)
         begin = None if self.capture is None else self.capture.begin
-        marks = [mark for mark in (before_computing, begin) if mark is not None]
-        for mark in marks:
+        for mark in (each for each in (before_computing, begin) if each is not None):
             receive = observers.marking(mark, receive)
             if loss is None:
                 receive_gradients = observers.marking(mark, receive_gradients)
-        for mark in marks[::-1] if loss is not None else ():  # its gradient is computed, too, anew in each step
-            receive_gradients = observers.marking_before(mark, receive_gradients)
         if self.meter is not None:
             send = observers.counting(self.meter, send)
         return receive, send, receive_gradients, send_gradients
 
-    def _watch(
-        self, handlers: dict[str, Handler], before_computing: Callable[[], None] | None, *, retain_graph: bool
-    ) -> None:
+    def _watch(self, handlers: dict[str, Handler], *, retain_graph: bool) -> None:
         """Puts around the handlers what watches the actions; mostly there is nothing."""
-        if before_computing is None and not self._check_finite and self.sharded is None and self.meter is None:
-            return
+        sharded, aliases = self.sharded, self.aliases
         for kind, handle in handlers.items():
             row, calls = self._table[kind], [handle]
-            if before_computing is not None and not row.arrives:
-                calls.insert(0, observers.calling(before_computing))
             if self._check_finite and self.store is not None and "W" in row.adds:
-                calls.append(observers.calling(self._check_parameters))
-            if self.sharded is not None and row.adds:
-                accumulate = partial(self.sharded.accumulate, self.aliases.parameters, self.aliases.leaves)
-                calls.append(observers.calling(accumulate))
+                calls.append(lambda _: self._check_parameters())
+            if sharded is not None and row.adds:
+                calls.append(lambda _: sharded.accumulate(aliases.parameters, aliases.leaves))
             if self.meter is not None:
                 calls.append(observers.measuring_actions(self.meter, self, row.holds, again=retain_graph))
                 if self.capture is not None:
