@@ -320,8 +320,7 @@ class Executor:
         settings, trains = self.settings, call.training and call.grad
         last = self._backend.rank_of(self._assignment.placement[-1])  # it reads the target
         try:
-            mode, keep = (settings.checkpoint, settings.keep) if trains else ("never", None)
-            program = self._program(micro_batches, mode, keep, inside=call.has_target)
+            program = self._program(micro_batches, inside=call.has_target, trains=trains)
             if call.has_target:
                 return program
             if trains and not program.loss_may_be_outside:
@@ -371,8 +370,7 @@ class Executor:
         from pipework.planning.measuring.predict import predict_step  # a step needs nothing of planning
 
         batch = self.prepared(inputs, keyword_inputs, target, grad=True, keeps_output=False)
-        mode, keep = self.settings.checkpoint, self.settings.keep
-        program = self._program(len(batch.rows), mode, keep, inside=target is not None)
+        program = self._program(len(batch.rows), inside=target is not None)
         if target is None and not program.loss_may_be_outside:
             how = f"pipe.predict({self.call[1]})"
             raise self.settings.missing_target(program.schedule.name, call=how, given=keyword_inputs)
@@ -384,10 +382,8 @@ class Executor:
     def schedule(self, micro_batches: int | None) -> Schedule:
         """See `Pipe.schedule`."""
         count = self.settings.chunks if micro_batches is None else micro_batches
-        mode, keep, outside = self.settings.checkpoint, self.settings.keep, self.settings.loss_fn is None
-        if outside and (program := self._program(count, mode, keep, inside=False)).loss_may_be_outside:
-            return program.schedule
-        return self._program(count, mode, keep, inside=True).schedule
+        inside = self.settings.loss_fn is not None or not self._program(count, inside=False).loss_may_be_outside
+        return self._program(count, inside=inside).schedule
 
     @property
     def graphs(self) -> GraphCount | None:
@@ -436,11 +432,12 @@ class Executor:
         places = self._devices if self._backend.is_whole else self._assignment.placement
         return [Skip(edge.key, edge.source, edge.destinations, tuple(places)) for edge in skip_edges(partitions)]
 
-    def _program(self, micro_batches: int, checkpoint: str, keep: int | None, *, inside: bool) -> Program:
+    def _program(self, micro_batches: int, *, inside: bool, trains: bool = True) -> Program:
         """The schedule, ready for the runtime; made once for each number of micro-batches that occurs."""
-        key = (micro_batches, checkpoint, keep, inside)
+        mode, keep = (self.settings.checkpoint, self.settings.keep) if trains else ("never", None)
+        key = (micro_batches, mode, keep, inside)
         if key not in self._programs:
-            schedule = self._assignment.complete(micro_batches, checkpoint, keep, loss_outside=not inside)
+            schedule = self._assignment.complete(micro_batches, mode, keep, loss_outside=not inside)
             program = self._checked(schedule)
             self._programs[key] = self._backend.program(program, self.skips)
         return self._programs[key]

@@ -12,7 +12,7 @@ from torch import nn
 from pipework import Pipe, PipeWarning
 from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from pipework.runtime.stage.execution_views import View
-from pipework.runtime.stage.recomputation import _in_phase
+from pipework.runtime.stage.recomputation import in_phase
 
 ORDINARY = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
@@ -135,7 +135,7 @@ class TestCommit:
         deferred = DeferredBatchNorm(3, chunks=100)
         compiled = torch.compile(deferred, backend="eager")
         compiled(torch.randn(4, 3))
-        with _in_phase("recomputing"):
+        with in_phase("recomputing"):
             compiled(torch.randn(4, 3))
         compiled(torch.randn(4, 3))
         assert len(deferred._collected.moments) == 2

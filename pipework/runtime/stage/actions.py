@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from pipework.runtime.stage.recomputation import checkpointing
+from pipework.runtime.stage.recomputation import in_phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ class StageActions:
         leaves, structure = self.receive(micro_batch)  # 1
         if micro_batch in run.checkpointed:
             first = run.recomputation.begin(run, leaves, structure, micro_batch)
-            with checkpointing():
+            with in_phase("checkpointing"):
                 outputs, structure = self.run_forward(first.leaves, structure, micro_batch)  # 2
             run.recomputation.end(run, first, outputs, structure, micro_batch)  # 3: the leaves alone
         else:

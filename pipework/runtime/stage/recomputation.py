@@ -30,7 +30,6 @@ from pipework.runtime.stage.kept import Inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -43,10 +42,9 @@ if TYPE_CHECKING:
 
 
 class _Phase(threading.local):
-    """The phase of this thread; every thread starts with the class attributes."""
+    """The phase of this thread, "checkpointing" or "recomputing"; every thread starts with the class attribute."""
 
-    checkpointing = False
-    recomputing = False
+    name = ""
 
 
 # Layers call a plain function, which can find its worker only by the thread that it runs on.
@@ -60,7 +58,7 @@ def is_checkpointing() -> bool:
         >>> is_checkpointing()
         False
     """
-    return _phase.checkpointing
+    return _phase.name == "checkpointing"
 
 
 def is_recomputing() -> bool:
@@ -70,21 +68,17 @@ def is_recomputing() -> bool:
         >>> is_recomputing()
         False
     """
-    return _phase.recomputing
-
-
-def checkpointing() -> AbstractContextManager[None]:
-    """Marks the first pass of a checkpointed micro-batch on this thread."""
-    return _in_phase("checkpointing")
+    return _phase.name == "recomputing"
 
 
 @contextlib.contextmanager
-def _in_phase(name: str) -> Iterator[None]:
-    setattr(_phase, name, True)
+def in_phase(name: str) -> Iterator[None]:
+    """Marks the first or the second pass of a checkpointed micro-batch on this thread."""
+    _phase.name = name
     try:
         yield
     finally:
-        setattr(_phase, name, False)
+        _phase.name = ""
 
 
 SMALL: Final = 64 * 1024
@@ -370,7 +364,7 @@ class Recomputation:
             leaves = tuple(map(boundary.private_copy, leaves))
         elif again:
             leaves = tuple(map(boundary.renewed, leaves))
-        with _in_phase("recomputing"), buffers.standing_in(again=again):  # 5
+        with in_phase("recomputing"), buffers.standing_in(again=again):  # 5
             outputs, structure = actions.run_forward(leaves, structure, micro_batch)  # 6
             run.kept.put(micro_batch, leaves, outputs, structure)  # 7
             self._check.compare(micro_batch, outputs, run.stage.place)  # 8
