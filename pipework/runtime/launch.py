@@ -93,7 +93,7 @@ class ThreadRun:
             run_actions(self._order, self._handlers, self._failure)
             if not self._failure.happened:
                 for worker in self.workers:
-                    worker.finish()
+                    worker.endpoint.finish()
 
 
 def run_actions(actions: Iterable[Action], handlers: Mapping[tuple[str, int], Handler], failure: Failure) -> None:

@@ -31,35 +31,36 @@ class WorkerRun:
         stream: the source of the random numbers of the thread that executes the actions; None: no layer draws any.
 
     Attributes:
+        spec, endpoint, stream: as above.
         runs: the worker's stages.
         device: the worker's.
-        handlers: by (kind, stage), the function that executes an action.
-        finish: called after the last action, unless one has failed.
+        hold: entered by each computation that may draw from the generator of an accelerator unseen; None: by none.
         recorded: the times of its actions; None: nobody has asked for them.
+        handlers: by (kind, stage), the function that executes an action.
         not_held: what is known of layers that may draw from the generator of an accelerator while the worker does not
             hold it; None: there are none.
     """
 
     def __init__(self, spec: RunSpec, number: int, endpoint: Endpoint, stream: RandomStream | None) -> None:
         engine = spec.engine
+        self.spec, self.endpoint, self.stream = spec, endpoint, stream
         self.runs = spec.of_worker(number)
         self.device = engine.devices[number]
-        self.finish = endpoint.finish
-        hold = unseen = None
+        self.hold = unseen = None
         if stream is not None and stream.moves_generators and any(run.draws for run in self.runs.values()):
             unseen = self.device.unseen_draws
         if stream is not None and unseen is not None:
             # A rank that saw a late draw could not tell the others before they have used the mini-batch.
             always = not engine.backend.is_whole or any(engine.stages[stage].has_random_state for stage in self.runs)
-            hold = unseen.hold(stream, always=always)
-        self.not_held = unseen if hold is None else None
+            self.hold = unseen.hold(stream, always=always)
+        self.not_held = unseen if self.hold is None else None
         recorder, recorded = spec.step.recorder, None
         if recorder is not None:
             recorded = RecordedActions(number, self.device, self.runs, memory=recorder.memory)
         self.recorded = recorded
         self.handlers: dict[tuple[str, int], Handler] = {}
         for stage, run in self.runs.items():
-            handlers = run.connect(spec, endpoint, stream, hold, None if recorded is None else recorded.begin)
+            handlers = run.connect(self)
             for kind, handle in endpoint.handlers(handlers).items():
                 if recorded is not None and kind in handlers:  # of the stage, not of the transport
                     handle = recorded.around(handle, None if run.offload is None else run.offload.ways.get(kind))

@@ -21,18 +21,17 @@ from pipework.runtime.stage.actions import HANDLERS
 from pipework.runtime.stage.stage_run import StageRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
     from pipework.model.batchnorm import DeferredBatchNorms, Moments
     from pipework.runtime.device import WorkerDevice
     from pipework.runtime.graphs.device_graphs import Graphs
-    from pipework.runtime.random.streams import Key, RandomStream
-    from pipework.runtime.random.unseen_draws import Hold
-    from pipework.runtime.run_spec import RunSpec
+    from pipework.runtime.random.streams import Key
     from pipework.runtime.stage.loss import InnerLoss
-    from pipework.runtime.transport import Endpoint, Handler
+    from pipework.runtime.transport import Handler
+    from pipework.runtime.worker import WorkerRun
     from pipework.schedule import Action
 
 
@@ -147,18 +146,12 @@ class ReplayedStage(StageRun):
         self._receives = {step.name for step in every if isinstance(step, Receiving)}
         self._sends = {step.name for step in every if isinstance(step, Sending)}
 
-    def connect(
-        self,
-        spec: RunSpec,
-        endpoint: Endpoint,
-        stream: RandomStream | None,
-        hold: Hold | None,
-        before_computing: Callable[[], None] | None,
-    ) -> dict[str, Handler]:
+    def connect(self, worker: WorkerRun) -> dict[str, Handler]:
         """See `StageRun.connect`."""
-        receivers = {name: endpoint.receiver(*name) for name in self._receives}
-        senders = {name: endpoint.sender(*name) for name in self._sends}
-        ports, scripts = Ports(receivers, senders, spec.step.key, before_computing or (lambda: None)), self._scripts
+        receivers = {name: worker.endpoint.receiver(*name) for name in self._receives}
+        senders = {name: worker.endpoint.sender(*name) for name in self._sends}
+        before = (lambda: None) if worker.recorded is None else worker.recorded.begin
+        ports, scripts = Ports(receivers, senders, worker.spec.step.key, before), self._scripts
 
         def replay(action: Action) -> None:
             kind, stage, micro_batch, _ = action

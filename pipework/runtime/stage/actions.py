@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipework.schedule import Action
 
 
-@dataclass(eq=False, kw_only=True, slots=True)
+@dataclass(eq=False, slots=True)
 class StageActions:
     """What the actions of a stage work with, in one run of its worker; `StageRun.connect` fills it in.
 

@@ -36,14 +36,13 @@ if TYPE_CHECKING:
     from pipework.autograd.tied_gradients import TiedGradients
     from pipework.runtime.graphs.step_capture import StepCapture
     from pipework.runtime.program import Program
-    from pipework.runtime.random.streams import RandomStream
-    from pipework.runtime.random.unseen_draws import Hold
     from pipework.runtime.run_spec import RunSpec, StepSpec
     from pipework.runtime.stage.memory_meter import MemoryMeter
     from pipework.runtime.stage.stage import Stage
     from pipework.runtime.stage.stage_backward import Backward
-    from pipework.runtime.stage.stage_forward import EnterStream, Forward, Look
+    from pipework.runtime.stage.stage_forward import Forward, Look
     from pipework.runtime.transport import Endpoint, Handler, Receive, Send
+    from pipework.runtime.worker import WorkerRun
     from pipework.schedule import Action
 
 
@@ -114,44 +113,21 @@ class StageRun:
         self.recomputation = Recomputation(stage, self.aliases, compares=spec.captured is None)
         self.situation = (loss is None, stage.training, len(self.aliases.leaves))
 
-    def connect(
-        self,
-        spec: RunSpec,
-        endpoint: Endpoint,
-        stream: RandomStream | None,
-        hold: Hold | None,
-        before_computing: Callable[[], None] | None,
-    ) -> dict[str, Handler]:
+    def connect(self, worker: WorkerRun) -> dict[str, Handler]:
         """Prepares for one run of the worker.
-
-        Args:
-            spec: the run.
-            endpoint: the worker's side of the transport.
-            stream: the source of the worker's random numbers; None: the layers draw none.
-            hold: entered by each computation that may draw from the generator of an accelerator unseen, if given.
-            before_computing: called when an action has what comes from elsewhere, and computes from now on, if given.
 
         Returns:
             By the kinds of actions, the functions that execute them.
         """
+        spec, endpoint = worker.spec, worker.endpoint
         if self.capture is not None:
             endpoint = CapturingEndpoint(endpoint, self.capture, self.stage.index, spec.placement)
-        enter_stream = None if stream is None else stream.enter
-        retain_graph, in_context = spec.retain_graph, spec.in_context
-        memory = SharedMemory(self.aliases.leaves)
-        forward, backward = self._computations(memory, enter_stream, hold, retain_graph=retain_graph)
-        receive, send, receive_gradients, send_gradients = self._ways(endpoint, before_computing)
-        actions = StageActions(
-            run=self,
-            run_forward=forward,
-            run_backward=backward,
-            receive=receive,
-            send=send,
-            receive_gradients=receive_gradients,
-            send_gradients=send_gradients,
-            memory=memory,
-            again=retain_graph,
-        )
+        # Called when an action has what comes from elsewhere, and computes from now on.
+        before_computing = None if worker.recorded is None else worker.recorded.begin
+        memory, retain_graph, in_context = SharedMemory(self.aliases.leaves), spec.retain_graph, spec.in_context
+        forward, backward = self._computations(worker, memory)
+        ways = self._ways(endpoint, before_computing)
+        actions = StageActions(self, forward, backward, *ways, memory, again=retain_graph)
         # A schedule may have a table with kinds of its own, or without some of the usual ones.
         handlers = {kind: self._handler(kind, actions, spec) for kind in HANDLERS if kind in self._table}
         self._watch(handlers, retain_graph=retain_graph)
@@ -183,14 +159,13 @@ class StageRun:
             ]
         return parts[0] if len(parts) == 1 else chained(*parts)
 
-    def _computations(
-        self, memory: SharedMemory, enter_stream: EnterStream | None, hold: Hold | None, *, retain_graph: bool
-    ) -> tuple[Forward, Backward]:
+    def _computations(self, worker: WorkerRun, memory: SharedMemory) -> tuple[Forward, Backward]:
         """Forward and backward, and what is around them, from the inside out. Mostly there is nothing.
 
         Something of your own, such as a captured graph or a profiler, goes around them here.
         """
-        stage, loss, store = self.stage, self.loss, self.store
+        stage, loss, store, hold = self.stage, self.loss, self.store, worker.hold
+        enter_stream = None if worker.stream is None else worker.stream.enter
         looks: list[Look] = []
         if self.trains and self.situation not in stage.inspected:
             looks.append(observers.inspecting(self))
@@ -199,7 +174,7 @@ class StageRun:
         if self._check_finite:
             looks.append(lambda _, outputs: refuse_non_finite(outputs, f"an output of stage {stage.index}"))
         forward: Forward = StageForward(self, enter_stream, looks)
-        backward: Backward = StageBackward(self, memory, enter_stream, retain_graph=retain_graph)
+        backward: Backward = StageBackward(self, memory, enter_stream, retain_graph=worker.spec.retain_graph)
         if store is not None:
             forward = observers.deferring(store, forward)
         if self.meter is not None:
