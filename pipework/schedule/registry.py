@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from pipework.schedule.argument_checks import positive_integers, unknown_name
-from pipework.schedule.costs import Costs, checked
+from pipework.schedule.costs import Costs, checked_without_skips
 from pipework.schedule.generators.controllable_memory import v_half, v_min
 from pipework.schedule.generators.dualpipe_v import dualpipe_v
 from pipework.schedule.generators.fill_drain import fill_drain, forward_only, looped_bfs
@@ -132,7 +132,7 @@ def build(
     """
 
     def costs_of(placement: Sequence[int]) -> Costs:
-        return costs(placement) if callable(costs) else checked(costs)
+        return checked_without_skips(costs(placement) if callable(costs) else costs)
 
     spec = schedule_spec(name, schedules)
     count = spec.stages_per_worker if stages_per_worker is None else stages_per_worker
@@ -144,12 +144,12 @@ def build(
         )
     sizes = (workers, chunks, count) if spec.any_stages_per_worker else (workers, chunks)
     # Skips are added to the finished schedule; orders do not depend on them.
-    timed = {"costs": replace(costs_of(spec.placement(workers, count)), skip_transfer=0.0)} if spec.timed else {}
+    timed = {"costs": costs_of(spec.placement(workers, count))} if spec.timed else {}
     schedule = spec.generator(*sizes, **timed)
     if not isinstance(schedule, Schedule):
         raise TypeError(f"the generator {spec.generator!r} of a spec made {schedule!r}: wanted a Schedule")
     # Refuses sequences for another number of stages.
-    replace(costs_of(schedule.placement), skip_transfer=0.0).spread(schedule.stages)
+    costs_of(schedule.placement).spread(schedule.stages)
     return schedule
 
 

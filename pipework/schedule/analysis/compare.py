@@ -116,14 +116,11 @@ def compare(
     for name, spec in schedules.items():
         if name in _LEFT_OUT:
             continue
-        count = (
-            stages_per_worker
-            if spec.any_stages_per_worker and stages_per_worker is not None
-            else spec.stages_per_worker
-        )
+        count = stages_per_worker if spec.any_stages_per_worker else None
         try:
-            sizes = {"workers": workers, "chunks": chunks, "stages_per_worker": count}
-            schedule = build(name, **sizes, costs=costs.placed, schedules=schedules)
+            schedule = build(
+                name, workers=workers, chunks=chunks, stages_per_worker=count, costs=costs.placed, schedules=schedules
+            )
             built = True
             found = simulate(schedule, costs.placed(schedule.placement), channel=channel)
         except ValueError as error:

@@ -49,17 +49,10 @@ class Product:
 
 
 class Needed(NamedTuple):
-    """A product that an action needs.
+    """A product that an action needs, and the time of its transfer."""
 
-    Attributes:
-        ends: when the product is made, for each micro-batch.
-        delay: the time of its transfer.
-        product: the product.
-    """
-
-    ends: array[float]
-    delay: float
     product: Product
+    delay: float = 0.0
 
 
 class Computation(NamedTuple):
@@ -92,7 +85,7 @@ class Table:
         self._optional = [row for row in rows.values() if row.before and row.letter in schedule.kinds]
         self._add_optional()
         self.loss = Product(LOSS, count, _NOT_YET if loss_outside else 0.0)
-        self._after_loss = (Needed(self.loss.ends, 0.0, self.loss),) if loss_outside else ()
+        self._after_loss = (Needed(self.loss),) if loss_outside else ()
         self.routes = routes(schedule)
         self.arrivals: list[Product] = []
         self.transfers: dict[tuple[str, int, int], tuple[WorkerRoute, bool]] = {}
@@ -146,13 +139,13 @@ class Table:
                 self.transfers[f"RECV_{kind}", target, source] = between, False
                 delay = 0.0
             self.arrivals.append(product)
-            found.setdefault((kind, target), []).append(Needed(product.ends, delay, product))
+            found.setdefault((kind, target), []).append(Needed(product, delay))
         return found
 
     def _step(self, row: ActionKind, stage: int, arriving: dict[tuple[str, int], list[Needed]]) -> Computation:
         names = [*row.needs, *(other.gives for other in self._optional if row.letter in other.before)]
-        own = [self._made[name, stage] for name in names if (name, stage) in self._made]
-        sources = [Needed(product.ends, 0.0, product) for product in own] + arriving.get((row.arrives, stage), [])
+        own = [Needed(self._made[name, stage]) for name in names if (name, stage) in self._made]
+        sources = own + arriving.get((row.arrives, stage), [])
         if row.phase == "backward":
             sources += self._after_loss
         return Computation(self.time(row, stage), tuple(sources), self._made.get((row.gives, stage)))
@@ -205,10 +198,10 @@ class Run:
             if step is None or before is not None:
                 return before
         start, cause = self._reached(worker, position)
-        for ends, delay, product in step[stage].sources:
-            end = ends[micro_batch]
-            if end + delay > start:
-                start, cause = end + delay, product.name
+        for product, delay in step[stage].sources:
+            end = product.ends[micro_batch] + delay
+            if end > start:
+                start, cause = end, product.name
                 cause = self.last_forward if cause == LOSS else cause._replace(micro_batch=micro_batch)
         return cause
 
@@ -320,8 +313,8 @@ class _Execution:
                     continue
                 duration, sources, makes = of_kind[stage]
                 start = clock
-                for needed, delay, product in sources:
-                    arrival = needed[micro_batch]
+                for product, delay in sources:
+                    arrival = product.ends[micro_batch]
                     if arrival != arrival:  # not yet, which is NaN
                         product.waiting.setdefault(micro_batch, []).append(worker)
                         waited_for[worker] = (action,)

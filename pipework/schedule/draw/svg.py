@@ -57,7 +57,7 @@ def svg(
     shown = {each.action.kind for line in lines for each in (*line.intervals, *line.communication)}
     kinds = {kind: row for line in lines for kind, row in line.table.items() if kind in shown}
     copies = tuple(kind for kind, row in kinds.items() if row.scope == "copy")
-    look = Look(of_kinds, update, of_kinds and any(line.knows_memory for line in lines), copies)
+    look = Look(of_kinds, of_kinds and any(line.knows_memory for line in lines), copies)
 
     longest = max(line.makespan for line in lines)
     workers = max(line.workers for line in lines)
@@ -83,7 +83,9 @@ def svg(
     y += 30
     if of_kinds:
         entries = [(row.color, row.name) for row in kinds.values() if row.scope in ("micro-batch", "copy")]
-        marks.append(_legend(lines, entries, look, left, y + 14))
+        entries += [(UPDATE, "optimizer")] if update else []
+        entries += [(MEMORY, "memory")] if look.memory else []
+        marks.append(_legend(lines, entries, left, y + 14))
         y += 24
     return _document(marks, width, y + 4, "; ".join(line.title for line in lines if line.title) or "timeline")
 
@@ -141,11 +143,7 @@ def _axis(frames: Sequence[Frame], unit: str, *, grid: bool) -> str:
     return group(marks)
 
 
-def _legend(lines: Sequence[Timeline], entries: list[tuple[str, str]], look: Look, x: float, y: float) -> str:
-    if look.update:
-        entries.append((UPDATE, "optimizer"))
-    if look.memory:
-        entries.append((MEMORY, "memory"))
+def _legend(lines: Sequence[Timeline], entries: Sequence[tuple[str, str]], x: float, y: float) -> str:
     held = {(each.worker, each.action.stage) for line in lines for each in line.intervals}
     marks = []
     for color, name in entries:

@@ -13,13 +13,12 @@ from pipework.schedule.timeline import Interval, Timeline
 
 @dataclass(frozen=True)
 class Look:
-    """Options of a picture: whether colours show kinds, not workers; boxes for the update; strips of memory.
+    """Options of a picture: whether colours show kinds, not workers; strips of memory.
 
     And the kinds of copies, each of which has a lane of thin bars below a row.
     """
 
     of_kinds: bool
-    update: bool
     memory: bool
     copies: tuple[str, ...] = ()
 
@@ -93,7 +92,7 @@ def panel(line: Timeline, frame: Frame, most_memory: float) -> str:
     bars = [_bar(each, frame, line) for each in line.communication if each.action.kind in frame.look.copies]
     if bars:
         marks.append(group(bars))
-    if frame.look.update:
+    if frame.update_width:
         marks.extend(_update_boxes(line, frame))
     return group(marks)
 

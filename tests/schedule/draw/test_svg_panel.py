@@ -5,7 +5,7 @@ LINE = simulate(fill_drain(2, 3)).timeline
 
 
 def frame(*, of_kinds=False, memory=False, width=900.0):
-    look = Look(of_kinds, update=False, memory=memory)
+    look = Look(of_kinds, memory=memory)
     return Frame(50.0, 20.0, width, LINE.makespan, LINE.workers, look, 0.0)
 
 
