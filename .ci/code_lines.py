@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 2_138,
+    "": 2_133,
     "assignment": 530,
     "autograd": 1_335,
     "cli": 400,
@@ -20,15 +20,15 @@ PACKAGE = {
     "integrations": 920,
     "model": 3_910,
     "planning": 2_830,
-    "runtime": 4_614,
+    "runtime": 4_483,
     "saving": 1_192,
-    "schedule": 3_005,
+    "schedule": 2_994,
     "skip": 210,
     "testing": 690,
     "timeline": 265,
     "values": 610,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_633, 268
+PACKAGE_LINES, PACKAGE_FILES = 26_495, 268
 TEST_LINES = 39_913
 DOC_WORDS = 44_665
 
