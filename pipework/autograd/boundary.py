@@ -7,7 +7,8 @@
 
 A leaf refuses in-place operations, an alias does not. Which layer comes first in a stage depends on the balance, and an
 in-place layer (nn.ReLU(inplace=True)) must behave as in the un-partitioned model: it works where PyTorch allows it, and
-raises PyTorch's own error where the sender saved the tensor for its backward.
+raises PyTorch's own error where the sender saved the tensor for its backward. Autocast, too, treats a leaf in another
+way: it casts it once, and sums the gradients of all its uses in the lower precision.
 
 Strides decide in which order kernels add. So neither a value nor its gradient gets others on its way from stage to
 stage than it has in the un-partitioned model.
@@ -29,7 +30,7 @@ from pipework.values.dtensor import is_dtensor
 from pipework.values.tensor_form import extent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
     Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: the output needs none
@@ -47,7 +48,24 @@ def cut(tensor: Tensor) -> Tensor:
         (True, True, False)
     """
     leaf = tensor.detach()
+    if (source := getattr(tensor, "pipework_source", None)) is not None:
+        leaf.pipework_source = source  # type: ignore[attr-defined]
     return leaf.requires_grad_() if tensor.requires_grad else leaf
+
+
+def note_source(output: Tensor, leaves: Mapping[int, Tensor]) -> None:
+    """Notes at an output, and at the leaf that is made of it, of which input it has the memory.
+
+    A later stage that overwrites it reports that to the sender of the input, too.
+
+    Args:
+        output: of a stage.
+        leaves: the inputs of the stage by the ids of their aliases.
+    """
+    base = torch_private.viewed(output)
+    source = leaves.get(id(output if base is None else base))
+    if source is not None:
+        output.pipework_source = source  # type: ignore[attr-defined]
 
 
 def enter(leaf: Tensor) -> Tensor:
@@ -61,6 +79,17 @@ def enter(leaf: Tensor) -> Tensor:
     if 1 in leaf.shape or (type(leaf) is not Tensor and is_dtensor(leaf)):
         return _alias(leaf)
     return torch_private.unsafe_view(leaf, leaf.shape)
+
+
+def view(leaf: Tensor) -> Tensor:
+    """A view of the leaf, which PyTorch refuses to change in place, as it does the leaf.
+
+    Example:
+        >>> viewed = view(torch.ones(2, requires_grad=True))
+        >>> viewed.is_leaf, viewed._is_view()
+        (False, True)
+    """
+    return leaf[...] if leaf.requires_grad and leaf.layout is torch.strided else leaf
 
 
 def edge(output: Tensor) -> Root:
@@ -88,9 +117,12 @@ def report_overwriting(leaf: Tensor, alias: Tensor) -> bool:
 
     The alias has a version counter of its own. The sender shares the leaf's, and may have saved the tensor.
     """
-    if alias is leaf or not torch_private.version(alias):
+    if alias is leaf or torch_private.viewed(alias) is not None or not torch_private.version(alias):
         return False
-    increment_version(leaf)
+    overwritten: Tensor | None = leaf
+    while overwritten is not None:
+        increment_version(overwritten)
+        overwritten = getattr(overwritten, "pipework_source", None)
     return True
 
 

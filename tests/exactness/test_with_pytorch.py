@@ -256,6 +256,32 @@ def test_forward_and_recomputation_have_the_callers_autocast_and_the_backward_ha
     assert all(map(torch.equal, gradients(held(plain, pipe)), gradients(pipe)))
 
 
+class Gated(nn.Module):
+    """Two layers cast the input, and what goes on is half of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.gate = nn.Linear(8, 16), nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.value(x) * self.gate(x)).float().chunk(2, dim=-1)[0]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_autocast_treats_the_input_of_a_stage_as_a_tensor_within_a_model(way: Any, checkpoint: str) -> None:
+    """A leaf it would cast once, and sum the gradients of both layers in bfloat16."""
+    plain = nn.Sequential(*(Gated() for _ in range(4)))
+    pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1])
+    x, y = torch.randn(6, 5, 8), torch.randn(6)
+    of_plain, of_pipe = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        way.reference(plain, of_plain, y, 3, key=0)
+        loss = way.loss(pipe, of_pipe, y)
+    loss.backward()
+    assert torch.equal(of_pipe.grad, of_plain.grad)
+    assert all(map(torch.equal, gradients(held(plain, pipe)), gradients(pipe)))
+
+
 @pytest.mark.one_process("changes or looks at layers by their position")
 def test_module_hooks_see_every_micro_batch(way: Any) -> None:
     seen: list[tuple[str, tuple[int, ...]]] = []

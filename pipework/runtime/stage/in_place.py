@@ -1,4 +1,4 @@
-"""In-place changes of a stage's inputs: found with the first micro-batch, refused if a gradient would be wrong."""
+"""In-place changes of a stage's inputs: refused if a gradient would be wrong."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class InPlaceChanges:
 
     Args:
         stage: the stage.
-        own_leaves: the numbers of the inputs that are leaves of the caller. The layers get these leaves themselves, so
-            that PyTorch refuses an in-place operation on them. The same holds for views of them from an earlier stage.
+        own_leaves: the numbers of the inputs that are leaves of the caller. The layers get views of these, so that
+            PyTorch refuses an in-place operation on them. The same holds for views of them from an earlier stage.
         batch: the version counters of the inputs, if the caller may change the inputs before a backward.
         checkpointed: the micro-batches that are computed twice. Their leaves are copies, or the recomputation compares
             the versions of their leaves.
         parameters: the aliases of the stage's parameters.
 
     Attributes:
-        found: whether the layers have changed an input in place; None before the first micro-batch, for which the
-            stage prepares as if its layers did so.
+        found: whether the layers have changed an input in place; None before the first micro-batch, for which a
+            recomputation prepares as if they did so.
         refuses: the memory of those inputs of this micro-batch that a later stage must not change in place, either.
     """
 
@@ -60,17 +60,20 @@ class InPlaceChanges:
         """What the layers get instead of the leaves: its version counters show a change afterwards."""
         refusing = [n in self._own_leaves or boundary.is_unchangeable(leaf) for n, leaf in enumerate(leaves)]
         pairs = list(zip(leaves, refusing, strict=True))
-        entered = tuple([leaf if refuses else boundary.enter(leaf) for leaf, refuses in pairs])
+        entered = tuple([(boundary.view if refuses else boundary.enter)(leaf) for leaf, refuses in pairs])
         self.refuses = {_memory(leaf) for leaf, refuses in pairs if refuses}
         if self._batch is not None and micro_batch not in self._checkpointed:
-            for leaf, each in zip(leaves, entered, strict=True):
-                if each.grad_fn is not None:
+            for (leaf, refuses), each in zip(pairs, entered, strict=True):
+                if each.grad_fn is not None and not refuses:
                     self._batch.add_alias(leaf, each)
         return entered
 
-    def see(self, leaves: Sequence[Tensor], entered: Sequence[Tensor]) -> None:
-        """After the layers have run: looks whether they have changed one of these tensors."""
+    def see(self, leaves: Sequence[Tensor], entered: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """After the layers have run: looks whether they have changed one of these tensors, and which of them go on."""
         seen = [boundary.report_overwriting(leaf, each) for leaf, each in zip(leaves, entered, strict=True)]
+        aliases = {id(each): leaf for leaf, each in zip(leaves, entered, strict=True) if each is not leaf}
+        for output in outputs if aliases else ():
+            boundary.note_source(output, aliases)
         self.found = bool(self.found) or any(seen)
         if any(seen):
             self.refuse_overlap(leaves)

@@ -2,7 +2,7 @@
 
     leaves --1--> entered --2--> layers, one after the other --3--> loss --4--> outputs, with their graph
 
-    1  the layers get further tensors of the same memory as long as a layer may change one in place (see `in_place`)
+    1  the layers get further tensors of the same memory, which are no leaves (see `boundary`)
     2  `run_layers`, which also runs the copies of stages that are measured
     3  in the last stage, if the loss is inside
     4  the value of the last layer is taken apart into tensors and a structure
@@ -60,10 +60,9 @@ class StageForward:
         """The outputs and their structure."""
         in_place, ports = self._in_place, self._ports
         run = self._run_entered if ports is None else partial(ports.run, self._run_entered)
-        entered = leaves if in_place.found is False else in_place.entered(leaves, micro_batch)  # 1
+        entered = in_place.entered(leaves, micro_batch)  # 1
         outputs, structure = run(entered, structure, micro_batch)
-        if entered is not leaves:
-            in_place.see(leaves, entered)
+        in_place.see(leaves, entered, outputs)
         for look in self._looks:
             look(leaves, outputs)
         return outputs, structure
