@@ -13,13 +13,14 @@ but would be outdated when a checkpoint is loaded or weights are averaged, and t
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections import Counter, defaultdict
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from pipework.runtime.device import is_accelerator
+from pipework.runtime.host_link import HostLink, fetched
 from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
@@ -27,10 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-Group: TypeAlias = dict[str, Any]
-
-_AHEAD: Final = 2**28
-"""Bytes of parameters that are on their way to the host, or wait there, at one time."""
+    from pipework.runtime.host_link import Group, Work
 
 
 class HostOptimizer(Optimizer):
@@ -126,9 +124,28 @@ class HostOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        links: dict[torch.device, _HostLink] = {}
+        # In turns from all devices, as many bytes from each, so that every link is busy.
+        copied: Counter[torch.device] = Counter()
+        in_turns: list[tuple[int, Work]] = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    in_turns.append((copied[parameter.device], (group, parameter, parameter.grad)))
+                    copied[parameter.device] += parameter.nbytes
+        in_turns.sort(key=itemgetter(0))
+        links = {device: HostLink(device) for device in copied}
         try:
-            for group, parameter, link, copies in self._copied(links):
+            self._make([work for _, work in in_turns], links)
+        finally:
+            for link in links.values():
+                link.end()
+        return loss
+
+    @torch.no_grad()
+    def _make(self, work: list[Work], links: dict[torch.device, HostLink]) -> None:
+        """Makes the steps of some parameters, in this order."""
+        try:
+            for (group, parameter, _), link, copies in fetched(work, links):
                 on_host = link.arrived(*copies)
                 state = defaultdict(dict, {on_host: self.state[parameter]} if parameter in self.state else {})
                 self.optim.param_groups, self.optim.state = [{**group, "params": [on_host]}], state
@@ -138,69 +155,6 @@ class HostOptimizer(Optimizer):
                 link.give_back(on_host, parameter)
         finally:
             self.optim.param_groups, self.optim.state = [], defaultdict(dict)
-            for link in links.values():
-                link.end()
-        return loss
-
-    def _copied(self, links: dict[torch.device, _HostLink]) -> Iterator[tuple[Group, Tensor, _HostLink, Any]]:
-        """The parameters with gradients, one after the other, while the next ones are copied."""
-        ahead: deque[tuple[Group, Tensor, _HostLink, Any]] = deque()
-        size = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter.device not in links:
-                    links[parameter.device] = _HostLink(parameter.device)
-                link = links[parameter.device]
-                ahead.append((group, parameter, link, link.fetch(parameter)))
-                size += parameter.nbytes
-                while size > _AHEAD:
-                    size -= ahead[0][1].nbytes
-                    yield ahead.popleft()
-        while ahead:
-            yield ahead.popleft()
-
-
-class _HostLink:
-    """Copies between a device and pinned host memory during one step; on the CPU there is nothing to copy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._current = torch.accelerator.current_stream(device) if is_accelerator(device) else None
-        if self._current is not None:
-            self._down, self._up = torch.Stream(device), torch.Stream(device)
-            self._down.wait_stream(self._current)  # the gradients are there, and nothing reads the parameters any more
-
-    def fetch(self, parameter: Tensor) -> tuple[Tensor, torch.Event | None]:
-        """Starts to copy a parameter and its gradient to the host."""
-        if self._current is None:
-            return parameter, None
-        stream = self._down
-        with stream:
-            on_host, on_host.grad = _pinned_copy(parameter), _pinned_copy(parameter.grad)
-            return on_host, stream.record_event()
-
-    def arrived(self, on_host: Tensor, event: torch.Event | None) -> Tensor:
-        """Waits on the host until the copies are there."""
-        if event is not None:
-            event.synchronize()
-        return on_host
-
-    def give_back(self, on_host: Tensor, parameter: Tensor) -> None:
-        """Starts to copy a parameter back. PyTorch keeps pinned memory until a copy from it has ended."""
-        if self._current is not None:
-            with self._up:
-                parameter.copy_(on_host, non_blocking=True)
-
-    def end(self) -> None:
-        """The current stream waits for the copies."""
-        if self._current is not None:
-            self._current.wait_stream(self._up)
-
-
-def _pinned_copy(tensor: Any) -> Tensor:
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)
 
 
 def _parameters(groups: list[Group]) -> Iterator[Tensor]:

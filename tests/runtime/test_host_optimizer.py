@@ -11,7 +11,8 @@ from torch.distributed import device_mesh, tensor
 from torch.nn import functional
 
 from pipework import HostOptimizer, Pipe, load_checkpoint, save_checkpoint
-from pipework.runtime import host_optimizer
+from pipework.runtime import host_link
+from pipework.runtime.host_link import HostLink
 from tests.helpers import assert_same, saved_and_loaded
 
 OPTIMIZERS = [
@@ -62,7 +63,7 @@ def groups(of: list[nn.Parameter], **options: Any) -> list[dict[str, Any]]:
 def test_the_numbers_are_those_of_the_optimizer_on_the_cpu(
     kind: Any, options: dict[str, Any], dtype: torch.dtype, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_optimizer, "_AHEAD", 1000)
+    monkeypatch.setattr(host_link, "_AHEAD", 1000)
     there, here = parameters(dtype, where), parameters(dtype)
     host = HostOptimizer(groups(there, lr=0.02), kind, **copy.deepcopy(options))
     plain = kind(groups(here, lr=0.02), **copy.deepcopy(options))
@@ -83,6 +84,25 @@ def test_the_numbers_are_those_of_the_optimizer_on_the_cpu(
             assert one.stride() == other.stride()
     assert_same(host.state_dict(), plain.state_dict())
     assert all(each.is_cpu for state in host.state.values() for each in state.values() if torch.is_tensor(each))
+
+
+@pytest.mark.gpu
+def test_devices_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = devices_of("accelerator")
+    sizes = [(4, devices[0]), (4, devices[0]), (8, devices[1]), (4, devices[1])]
+    own = [nn.Parameter(torch.ones(size, device=device)) for size, device in sizes]
+    for parameter in own:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer, order, fetch = HostOptimizer(own, torch.optim.SGD, lr=0.1), [], HostLink.fetch
+
+    def noted(link: HostLink, parameter: torch.Tensor, gradient: torch.Tensor) -> Any:
+        order.append(parameter)
+        return fetch(link, parameter, gradient)
+
+    monkeypatch.setattr(HostLink, "fetch", noted)
+    optimizer.step()
+    if devices[0] != devices[1]:
+        assert list(map(id, order)) == [id(own[number]) for number in (0, 2, 1, 3)]
 
 
 @pytest.mark.parametrize("where", WHERE)
