@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 2_133,
+    "": 2_144,
     "assignment": 530,
-    "autograd": 1_344,
+    "autograd": 1_346,
     "cli": 400,
     "compat": 500,
     "device_check": 270,
@@ -20,7 +20,7 @@ PACKAGE = {
     "integrations": 920,
     "model": 3_910,
     "planning": 2_830,
-    "runtime": 4_509,
+    "runtime": 4_657,
     "saving": 1_192,
     "schedule": 2_994,
     "skip": 210,
@@ -28,8 +28,8 @@ PACKAGE = {
     "timeline": 265,
     "values": 610,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_526, 269
-TEST_LINES = 39_929
+PACKAGE_LINES, PACKAGE_FILES = 26_691, 270
+TEST_LINES = 39_913
 DOC_WORDS = 44_665
 
 NO_CODE = {

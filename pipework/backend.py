@@ -11,7 +11,7 @@ from torch import nn
 from pipework.runtime.transport import LocalTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence, Set
     from contextlib import AbstractContextManager
 
     import torch
@@ -156,6 +156,7 @@ class Backend:
         is_first: whether this process has the first stage, and reads the inputs.
         is_last: whether this process has the last stage, and reads the targets.
         tied_stages: for each parameter that stages of several processes use, these stages.
+        tied_ids: the ids of these parameters.
 
     Example:
         >>> Backend(["cpu", "cpu"]).is_whole
@@ -164,6 +165,7 @@ class Backend:
 
     is_whole = is_first = is_last = True
     tied_stages: Sequence[tuple[int, ...]] = ()
+    tied_ids: Set[int] = frozenset()
 
     def __init__(self, devices: Sequence[int | str | torch.device] | None = None) -> None:
         self.devices = devices

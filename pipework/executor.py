@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from pipework.doubts import Doubts
     from pipework.model.sequential import TupleRule
     from pipework.planning.measuring.predict import Prediction
+    from pipework.runtime.early_steps import EarlySteps
     from pipework.runtime.graphs.captured_step import CapturedStep
     from pipework.runtime.graphs.captured_steps import GraphCount
     from pipework.runtime.stage.loss import InnerLoss
@@ -84,6 +85,7 @@ class Executor:
         layout: what is known of the arguments; that of a sample stays.
         call: what a call with a target looks like, for messages: what is called, and with which arguments.
         recording: receives the actions of mini-batches, and gives them numbers; None: nothing is recorded.
+        early: is told when gradients are complete; None: nobody is.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Executor:
         self.doubts = doubts
         self.layout = Layout(positional_names(partitions[0][0]) if partitions else ())
         self.recording: tuple[Recording, Iterator[int]] | None = None
+        self.early: EarlySteps | None = None
         self.call = "pipe", "x, target=y"
         self._device_types = sorted({"cpu", *(device.type for device in assignment.devices)})
         self.skips = self._skips_between(partitions)
@@ -113,7 +116,7 @@ class Executor:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the threads and what they share, which are made again when they are needed."""
-        return {**self.__dict__, "_engine": None, "recording": None, "_engine_lock": None, "deferred": None}
+        return {**self.__dict__, **dict.fromkeys(("_engine", "recording", "early", "_engine_lock", "deferred"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See `__getstate__`."""
@@ -135,6 +138,8 @@ class Executor:
             What the pipe returns, and the texts of warnings.
         """
         # 1. This process reads what it needs of the call, and cuts the inputs into micro-batches.
+        if self.early is not None:
+            self.early.begin(grad=call.grad)
         loss_scale = checked_scale(loss_scale, self._devices[-1])
         context = CallerContext.capture(self._device_types)
         # Of several processes one reads the inputs; the others may want their gradients.
@@ -243,6 +248,7 @@ class Executor:
             scaler=self.settings.grad_scaler,
             captured=captured,
             one_thread=engine.captured_steps is not None and engine.captured_steps.is_on,
+            complete=None if self.early is None or captured is not None else self.early.complete,
         )
         return Step(engine, program, spec)
 
@@ -276,6 +282,7 @@ class Executor:
             batch.loss.seed_scale_in(parts[0].dtype),
             self._backend.expect_backward() if has_backward else None,
             lacks_scaler=has_backward and not call.scales_loss and self.doubts.lacks_scaler(step, self.settings),
+            on_host=self.early is not None,
         )
         if has_backward:
             self.doubts.of_backward(batch, shared)
@@ -421,6 +428,12 @@ class Executor:
                     graphs=self.settings.graph_names,
                 )
             return self._engine
+
+    @property
+    def parameters_of_one_stage(self) -> set[int]:
+        """The ids of the parameters that only one stage uses, of all processes."""
+        counts = Counter(id(each) for partition in self._partitions.values() for each in partition.parameters())
+        return {number for number, count in counts.items() if count == 1} - self._backend.tied_ids
 
     @property
     def _layers(self) -> nn.Sequential:

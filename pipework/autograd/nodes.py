@@ -96,6 +96,7 @@ class LossInside:
         arrived: called with the factor when a backward has come to the first node, see `attach`.
         begun: called when a backward begins.
         lacks_scaler: whether a factor as large as that of a `GradScaler` is refused, since it comes too late.
+        on_host: whether the host waits for the factor, so that one of 1 leaves the gradients as they are.
     """
 
     step: Step
@@ -105,6 +106,7 @@ class LossInside:
     arrived: Callable[[Factor], None] | None = None
     begun: Callable[[], None] | None = None
     lacks_scaler: bool = False
+    on_host: bool = False
     _latest: Factor | None = field(default=None, init=False)
 
     def begin(self, gradients: Sequence[Tensor | None], *, retain_graph: bool) -> Factor | None:
@@ -114,7 +116,7 @@ class LossInside:
             return None
         if self.begun is not None:
             self.begun()
-        self._latest = Factor.of(gradient, self.scale)
+        self._latest = Factor.of(gradient.to("cpu") if self.on_host else gradient, self.scale)
         if self.lacks_scaler and self._latest.number >= _LARGE:
             raise RuntimeError(
                 f"the loss was multiplied by {self._latest.number:g} before its backward, as a GradScaler does. But "

@@ -128,7 +128,7 @@ class DistributedBackend(PeerGroup):
         pairs = [(stage, stage + 1) for stage in range(len(placement) - 1)]
         pairs += [pair for skip in spec.skips for pair in skip.hops]
         tied = tied_parameters(spec.partitions, placement)
-        self.tied_stages = [each.stages for each in tied]
+        self.tied_stages, self.tied_ids = [each.stages for each in tied], {id(each.parameter) for each in tied}
         local = sorted(map(list, patterns.items()), key=str)
         agreed = contract(
             spec.module,

@@ -12,6 +12,7 @@ but would be outdated when a checkpoint is loaded or weights are averaged, and t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter, defaultdict
 from operator import itemgetter
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from pipework.runtime.early_steps import EarlySteps
 from pipework.runtime.host_link import HostLink, fetched
 from pipework.values.dtensor import is_dtensor
 
@@ -61,6 +63,9 @@ class HostOptimizer(Optimizer):
         >>> optimizer.state[pipe[0].weight]["exp_avg"].device
         device(type='cpu')
     """
+
+    _early: EarlySteps | None = None
+    _has_hooks = False
 
     def __init__(self, params: Any, optimizer_class: Any = None, **options: Any) -> None:
         got = params if isinstance(params, Optimizer) else optimizer_class
@@ -124,31 +129,97 @@ class HostOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        made = set[int]() if self._early is None else self._early.made
         # In turns from all devices, as many bytes from each, so that every link is busy.
         copied: Counter[torch.device] = Counter()
         in_turns: list[tuple[int, Work]] = []
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if parameter.grad is not None and id(parameter) not in made:
                     in_turns.append((copied[parameter.device], (group, parameter, parameter.grad)))
                     copied[parameter.device] += parameter.nbytes
         in_turns.sort(key=itemgetter(0))
         links = {device: HostLink(device) for device in copied}
         try:
-            self._make([work for _, work in in_turns], links)
+            self._make([work for _, work in in_turns], links, set())
         finally:
             for link in links.values():
                 link.end()
         return loss
 
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """See `torch.optim.Optimizer`. The hook may change all gradients, so that no step begins early any more."""
+        self._has_hooks = True
+        return super().register_step_pre_hook(hook)
+
+    @contextlib.contextmanager
+    def step_in_backward(self, pipe: Any) -> Iterator[None]:
+        """A context around one mini-batch and its backward, in which the step begins: call no `step()` for it.
+
+        The step of a stage's parameters begins as soon as their gradients are complete, on a thread of its own, while
+        other stages still compute. All steps are made at the end of the context. The numbers are those of `backward()`
+        and `step()`, bit for bit.
+
+        It is wrong to clip gradients by a global norm, to unscale them, or to skip a step because of them: all of that
+        needs all gradients before the first step. Between the call and the end do nothing with the parameters.
+
+        These steps are made at the end of the context, and nothing is won: of parameters that several stages use, that
+        have hooks or had a `.grad` before, or whose gradient is averaged over replicas; those of an optimizer with
+        hooks before its step; and all, if steps are captured as graphs, or several mini-batches are added up.
+
+        Args:
+            pipe: whose parameters these are; others may be among them.
+
+        Raises:
+            TypeError: it is no pipe.
+            ValueError: it has a gradient scaler.
+            RuntimeError: a parameter was stepped early, and then got another gradient, as from a regularisation in the
+                loss, or none; the pipe was called again after a step; or `step()` was called inside. This, and an error
+                of the backward or of a step, has a note if parameters have been stepped: load the last checkpoint then.
+
+        Example:
+            >>> from torch import nn
+            >>> from pipework import HostOptimizer, Pipe
+            >>> layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+            >>> pipe = Pipe(layers, 4, schedule="1f1b", loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2)
+            >>> optimizer = HostOptimizer(pipe.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+            >>> for _ in range(2):
+            ...     with optimizer.step_in_backward(pipe):
+            ...         pipe(torch.randn(8, 4), target=torch.randn(8, 2)).backward()
+            ...     optimizer.zero_grad()
+            >>> int(optimizer.state[pipe[0].weight]["step"])
+            2
+        """
+        executor = getattr(pipe, "_executor", None)
+        if executor is None:
+            raise TypeError(
+                f"step_in_backward got {type(pipe).__name__}, and wanted a Pipe: give it what Pipe returned"
+            )
+        if executor.settings.grad_scaler is not None:
+            raise ValueError(
+                "the pipe has a grad_scaler, which decides after the whole backward whether there is a step: call "
+                "scaler.scale(loss).backward() and scaler.step(optimizer) without step_in_backward"
+            )
+        if self._early is not None or executor.early is not None:
+            raise RuntimeError("contexts of step_in_backward are one in another: leave one of them out")
+        groups = [] if self._has_hooks else self.param_groups
+        self._early = EarlySteps(self._make, groups, executor)
+        try:
+            with self._early.during():
+                yield
+            self.step()
+        finally:
+            self._early = None
+
     @torch.no_grad()
-    def _make(self, work: list[Work], links: dict[torch.device, HostLink]) -> None:
-        """Makes the steps of some parameters, in this order."""
+    def _make(self, work: list[Work], links: dict[torch.device, HostLink], made: set[int]) -> None:
+        """Makes the steps of some parameters, in this order, and adds the ids of those that it has changed."""
         try:
             for (group, parameter, _), link, copies in fetched(work, links):
                 on_host = link.arrived(*copies)
                 state = defaultdict(dict, {on_host: self.state[parameter]} if parameter in self.state else {})
                 self.optim.param_groups, self.optim.state = [{**group, "params": [on_host]}], state
+                made.add(id(parameter))
                 self.optim.step()
                 if on_host in state:
                     self.state[parameter] = state[on_host]

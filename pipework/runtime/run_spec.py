@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pipework.runtime.random.streams import Key
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.stage.stage_run import StageRun
+    from pipework.schedule import Action
     from pipework.schedule.schedule import Orders
     from pipework.timeline import Recording
 
@@ -41,6 +42,8 @@ class StepSpec(NamedTuple):
         captured: its actions are captured as graphs, or were and are replayed; None: they run as they are.
         one_thread: whether one thread executes all actions in any case, as before graphs are captured: code is compiled
             by one thread then.
+        complete: called after the last action of each stage in a backward, when its gradients are complete; None: they
+            are of no interest before the end.
     """
 
     context: CallerContext
@@ -57,6 +60,7 @@ class StepSpec(NamedTuple):
     scaler: torch.amp.GradScaler | None = None
     captured: CapturedStep | None = None
     one_thread: bool = False
+    complete: Callable[[StageRun], None] | None = None
 
 
 class RunSpec(NamedTuple):
@@ -126,6 +130,13 @@ class RunSpec(NamedTuple):
         if self.step.everywhere:
             return None
         return 0 if self.step.loss is None else 1
+
+    def last_action(self, stage: int) -> Action | None:
+        """What completes the gradients of a stage; None: they come later, from replicas, or there may be more."""
+        own = [action for action in self.orders[self.placement[stage]] if action.stage == stage]
+        if self.retain_graph or not self.differentiates or any(action.kind == "REDUCE_GRAD" for action in own):
+            return None
+        return next(action for action in reversed(own) if action.computes)
 
     def of_worker(self, worker: int) -> dict[int, StageRun]:
         """The stages of a worker."""

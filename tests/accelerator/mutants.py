@@ -41,7 +41,9 @@ CALLS = {
 }
 REPLACED = {
     # The buffers are free when the L starts, and not when it has ended.
-    "self._coming[action[2]] = (stored, event)": "self._coming[action[2]] = (None, event)"
+    "self._coming[action[2]] = (stored, event)": "self._coming[action[2]] = (None, event)",
+    # A step begins when the worker has launched the gradients, and not when they are there.
+    "link = HostLink(device, ready)": "link = HostLink(device)",
 }
 ENTERED = {"stream", "hold", "self._hold"}  # other contexts have nothing to do with devices
 FOLDERS = ("autograd", "model", "runtime")

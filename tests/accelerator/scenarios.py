@@ -477,6 +477,26 @@ def step_on_the_host() -> list[Tensor]:
     return results
 
 
+def step_in_backward() -> list[Tensor]:
+    """Steps that begin while another stage computes; the factor of the loss is there late."""
+    devices = ["sim:0", "sim:1", "sim:0"]
+    pipe = Pipe(
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), 4, balance=[1] * 3, devices=devices,
+        schedule="zb-h1", checkpoint="never", loss_fn=functional.mse_loss,
+    )  # fmt: skip
+    optimizer = HostOptimizer(pipe.parameters(), torch.optim.AdamW, lr=0.1, fused=True)
+    x = torch.full((8, WIDTH), 0.5, device="sim:0").cumsum(0)
+    results = []
+    for _ in range(3):
+        with optimizer.step_in_backward(pipe):
+            pipe(x, target=x.detach().tanh()).backward()
+            assert optimizer._early._jobs
+        results += [parameter.grad * 2 for parameter in pipe.parameters()]
+        optimizer.zero_grad()
+        results += [(parameter.detach() * 2).cumsum(0) for parameter in pipe.parameters()]
+    return results
+
+
 SCENARIOS: dict[str, Callable[[], list[Tensor]]] = {
     "loss outside, two devices": lambda: train(["sim:0", "sim:1"], "gpipe", "always", inside=False),
     "loss inside, two workers on one device": lambda: train(["sim:0", "sim:0"], "1f1b", "except_last"),
@@ -494,6 +514,7 @@ SCENARIOS: dict[str, Callable[[], list[Tensor]]] = {
     "streams of the caller's own, and the CPU": lambda: call_on_own_streams(["cpu", "sim:1"]),
     "streams of the caller's own, captured": lambda: replay_on_own_streams(["sim:0", "sim:1"]),
     "an optimizer on the host": step_on_the_host,
+    "steps in the backward": step_in_backward,
     "activations on the host, loss outside": lambda: train(
         ["sim:0", "sim:1"], "gpipe", "never", inside=False, offload="activations"
     ),

@@ -87,7 +87,9 @@ class InPlaceChanges:
         for output, leaf in zip(outputs, leaves, strict=True):
             is_view = output.is_leaf or _viewed(output) is not None
             refuses = self.refuses and leaf.requires_grad and _memory(leaf) in self.refuses
-            if refuses or (is_view and self._parameters.has_memory_of(output)):
+            if is_view and self._parameters.has_memory_of(output):
+                refuses = self._parameters.lent = True
+            if refuses:
                 boundary.mark_unchangeable(leaf)
         self.refuses = frozenset()
         return leaves

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipework.runtime.stage.stage_backward import Backward, Gradients
     from pipework.runtime.stage.stage_forward import Forward, Look, Outputs
     from pipework.runtime.stage.stage_run import StageRun
-    from pipework.runtime.transport import Message, Receive, Send
+    from pipework.runtime.transport import Handler, Message, Receive, Send
     from pipework.schedule import Action
 
 
@@ -137,3 +137,8 @@ def marking(mark: Callable[[], None], receive: Receive) -> Receive:
         return message
 
     return received
+
+
+def after(last: Action, call: Callable[[], None]) -> Handler:
+    """A function that is called with one of the actions only."""
+    return lambda action: call() if action == last else None

@@ -141,6 +141,8 @@ class StageRun:
             marks = [] if before_computing is None else [lambda _: before_computing()]
             for kind in handlers.keys() & self._table["L"].before:
                 handlers[kind] = chained(self.offload.arrive, *marks, handlers[kind])
+        if spec.step.complete is not None and (last := spec.last_action(self.stage.index)) is not None:
+            handlers[last.kind] = chained(handlers[last.kind], observers.after(last, partial(spec.step.complete, self)))
         return handlers
 
     def _handler(self, kind: str, actions: StageActions, spec: RunSpec) -> Handler:

@@ -1,5 +1,6 @@
 """What is easily forgotten where workers are processes: order, what changes in place, what only one of them does."""
 
+import contextlib
 import copy
 import gc
 import re
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework import Mesh, Pipe, PipelineError, load_checkpoint, save_checkpoint
+from pipework import HostOptimizer, Mesh, Pipe, PipelineError, load_checkpoint, save_checkpoint
 from tests.distributed.together.alike import Pop, Stash, Tied, both, refused, square
 from tests.jobs import runs_on
 from tests.schedule.orders_text import schedule_of
@@ -325,3 +326,38 @@ def test_a_rank_without_memory_says_what_its_own_stages_hold(mesh: Mesh) -> None
         heading, columns, row, _ = held.splitlines()
         assert "out of memory in stage 1, micro-batch 0, action F" in heading
         assert (columns.split()[0], row.split()[:4]) == ("stage", ["1", "cpu", "80", "B"])
+
+
+def stepped(mesh: Mesh, early: bool) -> tuple[list[Tensor], list[int]]:
+    """The parameters of a rank after three steps, and how many steps had begun when each backward returned."""
+    torch.manual_seed(0)
+    model, begun = linears(6), []
+    model[5].weight = model[0].weight
+    schedule, balance = ("1f1b", [6]) if mesh.data_parallel_size > 1 else ("interleaved-1f1b", [2, 1, 1, 2])
+    pipe = Pipe(model, 4, balance=balance, mesh=mesh, schedule=schedule, loss_fn=nn.functional.mse_loss)
+    optimizer = HostOptimizer(pipe.parameters(), torch.optim.AdamW, lr=0.1, fused=True)
+    for step in range(3):
+        x = torch.full((8, 3), step + 1.0 + mesh.data_parallel_rank).cumsum(0)
+        with optimizer.step_in_backward(pipe) if early else contextlib.nullcontext():
+            pipe(x, target=x.tanh()).backward()
+            begun += [len(optimizer._early._used)] if optimizer._early is not None else []
+        if not early:
+            optimizer.step()
+        optimizer.zero_grad()
+    return list(pipe.parameters()), begun
+
+
+def check_early_steps(mesh: Mesh, count: int) -> None:
+    (plain, _), (own, begun) = stepped(mesh, early=False), stepped(mesh, early=True)
+    assert all(map(torch.equal, plain, own))
+    assert begun == [count] * 3
+
+
+@runs_on(2)
+def test_steps_begin_in_the_backward_of_each_rank(mesh: Mesh) -> None:
+    check_early_steps(mesh, 5)  # without the tied weight
+
+
+@runs_on(2, dp=2)
+def test_steps_wait_for_the_mean_over_replicas(mesh: Mesh) -> None:
+    check_early_steps(mesh, 0)

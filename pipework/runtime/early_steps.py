@@ -1,0 +1,155 @@
+"""The steps of a `HostOptimizer` that begin during a backward, each stage's when its gradients are complete.
+
+    worker of stage 1     F F B F B B 1             1  nothing reads the stage's parameters any more: the worker
+    worker of stage 0   F F . F B . B . B 1            notes where its stream is, and goes on
+    thread of the steps               2 2 2 2 2     2  steps, and beside them copies to the host and back
+    caller                                3 . . 4   3  autograd delivers the gradients
+                                                    4  the end: waits for 2, compares with 3, steps what is left
+
+A step takes a gradient before it is delivered, so what is delivered must be the same memory, and unchanged. What cannot
+be stepped early is known before 2, but for a gradient that comes from outside of the pipe as well, or a factor of the
+loss. Then parameters have wrong values at 4, which is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipework import torch_private
+from pipework.runtime.failure import add_note
+from pipework.runtime.host_link import HostLink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
+
+    from pipework.executor import Executor
+    from pipework.runtime.host_link import Group, Work
+    from pipework.runtime.stage.stage_run import StageRun
+
+    Make = Callable[[list[Work], dict[torch.device, HostLink], set[int]], None]
+
+
+class EarlySteps:
+    """The early steps of one mini-batch.
+
+    Args:
+        make: makes the steps of some parameters, and adds the ids of those that it has changed to the set.
+        groups: the parameters of the optimizer.
+        executor: of the pipe.
+    """
+
+    def __init__(self, make: Make, groups: Iterable[Group], executor: Executor) -> None:
+        own = executor.parameters_of_one_stage
+        self._make, self._executor = make, executor
+        self._groups = {id(each): group for group in groups for each in group["params"] if id(each) in own}
+        self._mini_batches = 0
+        self._is_open = True
+        self._made: set[int] = set()
+        self._used: list[tuple[Tensor, Tensor, int]] = []  # parameter, gradient and its version
+        self._links: list[HostLink] = []
+        self._jobs: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1, "pipework steps", _begin_thread, (torch.get_num_threads(),))
+
+    @property
+    def made(self) -> set[int]:
+        """At the end, the ids of the parameters whose steps are made."""
+        if self._is_open:
+            raise RuntimeError(
+                "optimizer.step() was called inside of step_in_backward(pipe), at whose end it is made: leave out one"
+            )
+        return self._made
+
+    @contextlib.contextmanager
+    def during(self) -> Iterator[None]:
+        """A context around a call of the pipe and its backward; at its end the early steps are made."""
+        self._executor.early = self
+        try:
+            yield
+            self._end()
+            for job in self._jobs:
+                job.result()
+            self._refuse_other_gradients()
+        except BaseException as error:
+            self._end(cancel=True)
+            if self._made:
+                add_note(
+                    error,
+                    f"{len(self._made)} parameters have been stepped in this backward already, and the others have "
+                    "not: load the last checkpoint before you go on",
+                )
+            raise
+
+    def begin(self, *, grad: bool) -> None:
+        """Called before each mini-batch of the pipe."""
+        if self._jobs:
+            raise RuntimeError(
+                "the pipe was called again in step_in_backward(pipe), whose steps have begun: give each mini-batch one"
+            )
+        self._mini_batches += grad
+
+    def complete(self, run: StageRun) -> None:
+        """Called by a worker after the last action of a stage: its gradients are there, and nobody reads parameters."""
+        # The gradients of several mini-batches are added up; what has the memory of a parameter may still be read.
+        if not self._is_open or self._mini_batches > 1 or run.aliases.lent:
+            return
+        device = run.stage.device
+        work: list[Work] = [
+            # Autograd takes over a gradient that nobody holds; this is another tensor with its memory and version.
+            (self._groups[id(parameter)], parameter, leaf.grad.detach())
+            for parameter, leaf in zip(run.aliases.parameters, run.aliases.leaves, strict=True)
+            if id(parameter) in self._groups
+            and parameter.device == device.device
+            and leaf.grad is not None
+            and _is_whole_gradient(parameter, leaf.grad)
+        ]
+        if work:
+            self._used += [(parameter, gradient, torch_private.version(gradient)) for _, parameter, gradient in work]
+            ready = None if device.stream is None else device.stream.record_event()
+            self._jobs.append(self._thread.submit(self._make_all, work, device.device, ready))
+
+    def _make_all(self, work: list[Work], device: torch.device, ready: torch.Event | None) -> None:
+        link = HostLink(device, ready)
+        self._links.append(link)
+        self._make(work, {device: link}, self._made)
+
+    def _end(self, *, cancel: bool = False) -> None:
+        self._executor.early, self._is_open = None, False
+        self._thread.shutdown(cancel_futures=cancel)
+        for link in self._links:
+            link.end()
+
+    def _refuse_other_gradients(self) -> None:
+        wrong = [each for each, used, version in self._used if not _is_same(each.grad, used, version)]
+        if wrong:
+            raise RuntimeError(
+                f"{len(wrong)} parameters were stepped in the backward, such as one of shape {tuple(wrong[0].shape)}, "
+                "and then got another .grad: the loss had no backward, or one with a factor or retain_graph=True; or "
+                "they are used outside of the pipe, too; or gradients were clipped, unscaled or set to None. Leave "
+                "this out, or call loss.backward() and then optimizer.step()"
+            )
+
+
+def _begin_thread(intra_op_threads: int) -> None:
+    """Takes as many as `step()` has: some optimizers add up in an order that depends on their number."""
+    torch.get_num_threads()  # the first call on a thread resets the number, so it comes before the set
+    torch.set_num_threads(intra_op_threads)
+
+
+def _is_whole_gradient(parameter: Tensor, gradient: Tensor) -> bool:
+    """Whether `.grad` will be this very gradient."""
+    return (
+        parameter.grad is None
+        and gradient.layout is torch.strided
+        and gradient.stride() == parameter.stride()
+        and not torch_private.has_tensor_hooks(parameter)
+    )
+
+
+def _is_same(gradient: Tensor | None, used: Tensor, version: int) -> bool:
+    return gradient is not None and gradient.data_ptr() == used.data_ptr() and torch_private.version(used) == version
