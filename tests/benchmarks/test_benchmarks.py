@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from benchmarks import harness
 from benchmarks.memory import v_half
 from benchmarks.memory.live import CALLER, LiveStorages
 from benchmarks.planned_step import run as planned_step
+from benchmarks.split_cost import run as split_cost
 from tests.programs import RunPython
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +31,6 @@ TINY = {
     "counts": ["--rounds", "1", "--schedules", "zb-h1", "--workers", "1", "--stages", "1"],
     "p2p_overhead": ["--rounds", "1", "--sizes", "tiny", "--chunks", "4"],
     "many_workers": ["--rounds", "1", "--workers", "2", "3", "--milliseconds", "1", "--micro-batches", "3"],
-    "split_cost": ["--seconds", "0.01"],
     "zero_bubble": ["--seconds", "0.01", "--widths", "8", "16", "--chunks", "2", "4"],
     "unet_speed": [
         *("--rounds", "1", "--levels", "2", "--width", "4", "--size", "8"),
@@ -69,7 +70,7 @@ def run(run_python: RunPython) -> Callable[..., str]:
 
 
 def test_all_benchmarks_are_here() -> None:
-    assert {script.parent.name for script in ROOT.glob("benchmarks/*/run.py")} == {*TINY, "planned_step"}
+    assert {script.parent.name for script in ROOT.glob("benchmarks/*/run.py")} == {*TINY, *SMALL}
 
 
 @pytest.mark.parametrize(
@@ -82,17 +83,33 @@ def test_benchmark_prints_its_table_and_a_verdict(run: Callable[..., str], name:
     assert "REACHED: " in output or "MISSED: " in output
 
 
+# The benchmarks whose own models take a minute: the name of their table, another one, and arguments.
+SMALL: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "planned_step": (
+        "TASKS",
+        {
+            "small": planned_step.Task(
+                lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))),
+                lambda: (torch.randn(32, 8), torch.randn(32, 8)),
+                nn.functional.mse_loss,
+            )
+        },
+        ["--quick", "--rounds", "1"],
+    ),
+    "split_cost": ("CASES", {"small": split_cost.Case(split_cost.square, 16, layers=2)}, ["--seconds", "0.01"]),
+}
+
+
 @pytest.mark.thorough
-def test_a_planned_step_of_a_small_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own models take a minute."""
-    small = planned_step.Task(
-        lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))),
-        lambda: (torch.randn(32, 8), torch.randn(32, 8)),
-        nn.functional.mse_loss,
-    )
-    monkeypatch.setattr(planned_step, "TASKS", {"small": small})
+@pytest.mark.parametrize("name", SMALL)
+def test_benchmark_of_small_models(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, models, arguments = SMALL[name]
+    run = {"planned_step": planned_step, "split_cost": split_cost}[name]
+    monkeypatch.setattr(run, table, models)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    planned_step.main(["--quick", "--rounds", "1"])
+    run.main(arguments)
     output = capsys.readouterr().out
     assert "| small" in output
     assert "REACHED: " in output or "MISSED: " in output
