@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from pipework.assignment.assignment import assign
+from pipework.assignment.assignment import assign, warn_of_offload
 from pipework.assignment.partition import split_layers
 from pipework.backend import Backend, PipeSpec, StepCall
 from pipework.doubts import Doubts
@@ -170,7 +170,8 @@ class Pipe(Layers):
             assignment = assign(module, settings.schedule, settings.chunks, settings.balance, backend.devices)
             here = backend.own_stages(assignment)
         # Of several processes all have the same doubts, and one says so.
-        if self._warns and backend.ranks.replica == 0 and 0 in (here or [0]):
+        warns = self._warns and backend.ranks.replica == 0 and 0 in (here or [0])
+        if warns:
             _warn_of_doubts(module, assignment, settings)
         # 3. The layers go there; this process is the container of its own.
         if settings.deferred_batch_norm:
@@ -189,6 +190,8 @@ class Pipe(Layers):
             backend.join(PipeSpec(module, assignment, partitions, executor.skips, settings, key, own, workers))
             if settings.graph_names:
                 workers()  # refuses devices without graphs
+        if warns and settings.keep is not None and settings.chunks > 1:
+            warn_of_offload(self.schedule())
         settings.place(self.output_device)
         self.training = module.training
 
@@ -590,8 +593,6 @@ def _warn_of_doubts(module: nn.Module, assignment: Assignment, settings: Setting
             f"chunks is 1, so {workers} workers wait for each other and nothing is pipelined: give Pipe "
             f"chunks={4 * workers} or so, the number of micro-batches that a mini-batch is split into"
         )
-    elif settings.keep is not None:
-        doubts += filter(None, [assignment.doubt_about_offload(settings.chunks, settings.checkpoint, settings.keep)])
     if settings.deferred_batch_norm is None and settings.chunks > 1:
         doubts += filter(None, [doubt_about_statistics(module)])
     alone = settings.mesh is None and settings.devices is None and torch.distributed.is_available()

@@ -32,6 +32,7 @@ from pipework.schedule import (
     without_recompute,
 )
 from pipework.schedule.edges import offloaded, recomputed
+from pipework.tracebacks import warn_caller
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,16 +108,6 @@ class Assignment:
             made = with_recompute(self.schedule(micro_batches), count, loss_outside=loss_outside)
         return made if keep is None else with_offload(made, keep=keep, loss_outside=loss_outside)
 
-    def doubt_about_offload(self, micro_batches: int, checkpoint: str, keep: int) -> str | None:
-        """What `offload=` is to be told if nothing moves; the arguments are those of `complete`."""
-        schedule = self.complete(micro_batches, checkpoint, keep, loss_outside=False)
-        if offloaded(schedule):
-            return None
-        return (
-            f"offload= moves nothing: no worker of {schedule.title} would hold less. Give each device several "
-            "partitions (schedule='interleaved-1f1b' and a longer balance), or leave offload= out"
-        )
-
     def loss_may_be_outside(self, micro_batches: int) -> bool:
         """Whether all forwards come before all backwards."""
         return Program.of(self.schedule(micro_batches)).loss_may_be_outside
@@ -131,6 +122,15 @@ class Assignment:
                 "one, which makes it for any number"
             )
         return restricted(self.source, micro_batches)
+
+
+def warn_of_offload(schedule: Schedule) -> None:
+    """Says so if `offload=` moves nothing in the schedule of a pipe."""
+    if not offloaded(schedule):
+        warn_caller(
+            f"offload= moves nothing: no worker of {schedule.title} would hold less. Give each device several "
+            "partitions (schedule='interleaved-1f1b' and a longer balance), or leave offload= out"
+        )
 
 
 def assign(
