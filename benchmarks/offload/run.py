@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384], help="of a row (default 4096 16384)")
     options.add_argument("--stages", type=int, nargs="+", default=[6, 12, 16], help="of each card (default 6 12 16)")
     options.add_argument("--rows", type=int, default=16, help="of a mini-batch, each a micro-batch (default 16)")
-    options.add_amount("--iterations", 200, 20, "candidates of a plan")
+    options.add_amount("--iterations", 400, 20, "candidates of a plan")
     options.add_amount("--width", 64, 16, "of the small transformers")
     options.add_amount("--chunks", 8, 4, "their micro-batches")
     options.add_argument("--device", choices=["cuda:0", "cpu"], help="measures a Llama there, and nothing else")

@@ -55,6 +55,11 @@ class Candidate:
     keep: int | None = None
 
     @property
+    def stages_per_worker(self) -> int:
+        """The number of stages of each worker."""
+        return len(self.placement) // len(self.order)
+
+    @property
     def kinds(self) -> list[str]:
         """The kind of device of each stage."""
         return [self.request.kinds[self.order[worker]] for worker in self.placement]
@@ -74,14 +79,18 @@ class Candidate:
         """The costs of the stages, in seconds and bytes."""
         return self.sums.costs(self.balance, self.kinds)
 
+    def by_name(self, costs: Costs | None = None) -> Schedule:
+        """The schedule that the name stands for, made for the costs."""
+        assert isinstance(self.schedule, str)
+        workers, each = len(self.order), self.stages_per_worker
+        return build(self.schedule, workers=workers, chunks=self.chunks, stages_per_worker=each, costs=costs)
+
     def made(self) -> Schedule:
         """The schedule with all that belongs to it; made anew each time, since some take a gigabyte."""
         made = self.schedule
         if isinstance(made, str):
-            workers = len(self.order)
-            each = len(self.placement) // workers
-            plain = build(made, workers=workers, chunks=self.chunks, stages_per_worker=each, costs=self.costs)
-            made = with_recompute(plain, [spread_evenly(count, self.chunks) for count in self.recomputed])
+            again = [spread_evenly(count, self.chunks) for count in self.recomputed]
+            made = with_recompute(self.by_name(self.costs), again)
         skips = far_skips(self.sums.skips_between(self.balance))
         made = with_skips(made, skips) if skips else made
         return made if self.keep is None else with_offload(made, self.costs, self.keep)

@@ -100,6 +100,23 @@ def best_cut(problem: CutProblem) -> tuple[int, ...]:
     return tuple(after - before for before, after in pairwise(_best(problem)))
 
 
+def even_cut(problem: CutProblem) -> tuple[int, ...]:
+    """The cut whose largest stage has as little work as possible, and whose others are nearly equal; without limits.
+
+    Example:
+        >>> even_cut(CutProblem((0, 1, 0, 1), [[1, 1, 1, 1, 3, 1]] * 4, [[0] * 6] * 4, [1, 1]))
+        (2, 2, 1, 1)
+    """
+    found = best_split(problem.work, _with_stage)
+    assert found is not None
+    return tuple(found)
+
+
+def _with_stage(loads: tuple[int, ...], load: int) -> tuple[int, ...]:
+    largest, squares = loads or (0, 0)
+    return max(largest, load), squares + load * load  # squares have a small sum if loads are even
+
+
 def _best(problem: CutProblem) -> Ends:
     if len({*problem.placement}) < problem.stages:
         return _LocalSearch(problem, min(10_000 + 20 * problem.stages**2, 400_000)).best()
@@ -108,14 +125,10 @@ def _best(problem: CutProblem) -> Ends:
         sizes = problem.sizes[stage]
         return _share(sizes[end] - sizes[begin], problem.limits[problem.placement[stage]])
 
-    def with_stage(loads: tuple[int, ...], load: int) -> tuple[int, ...]:
-        largest, squares = loads or (0, 0)
-        return max(largest, load), squares + load * load  # squares have a small sum if loads are even
-
     # No worker needs to have more work than in an even cut, unless memory wants that.
     most = problem.key(_even(problem, [1.0] * problem.stages))[1][0]
     for bound in (most, None):
-        found = best_split(problem.work, with_stage, share, bound)
+        found = best_split(problem.work, _with_stage, share, bound)
         if found is not None:
             ends = list(accumulate(found, initial=0))
             if problem.key(ends)[0] == 1:

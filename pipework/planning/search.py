@@ -2,7 +2,8 @@
 
 1. Each schedule by name, with each number of micro-batches and each order of unequal devices, gets the best cut for it.
    Where that does not fit, stages recompute until it does, or activations go to host memory: the faster one counts.
-2. In the best of these, layers are moved from stage to stage, as long as that helps.
+2. In the best of these, workers get more stages, as long as that helps.
+3. Then layers are moved from stage to stage, as long as that helps.
 
 What is best is the simulated step of a candidate. Nothing here imports torch.
 """
@@ -19,9 +20,9 @@ from math import ceil, inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipework.planning.candidate import Candidate
-from pipework.planning.cuts import CutProblem, best_cut
+from pipework.planning.cuts import CutProblem, best_cut, even_cut
 from pipework.planning.request import make_request, memory_size
-from pipework.schedule import SCHEDULES, Costs, build, simulate, with_offload
+from pipework.schedule import SCHEDULES, Costs, simulate, with_offload
 from pipework.schedule.argument_checks import positive_integers
 from pipework.schedule.draw.units import counted, memory_text, time_text
 from pipework.schedule.placement import loop_placement, wave_placement
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 _FEW = 8  # equal devices, of which a part may be enough
 _UNEQUAL = 4  # devices, all orders of which are tried
-_MOST_STAGES = 4  # of a worker
+_FEW_STAGES = 4  # of a worker, which all candidates have; the best ones get more
+_FAILURES = 2  # numbers of stages in turn that do not help: with some, layers are cut less evenly than with others
 _WITHIN = 1.15  # times the best plan's seconds; plans that are worth a trial
 _BEST = 4  # candidates of other sizes and shapes, whose cuts are improved
 _PARTS = 8  # recomputation grows by this part of a stage's micro-batches
@@ -190,19 +192,38 @@ def starts(request: PlanRequest) -> list[Candidate]:
     found: list[tuple[tuple[object, ...], Candidate]] = []
     for place, order in enumerate(orders(request)):
         for name in allowed:
-            spec = SCHEDULES[name]
-            for each in range(1, _MOST_STAGES + 1) if spec.any_stages_per_worker else (spec.stages_per_worker,):
-                if each * len(order) > layers or (each % 2 and spec.placement is wave_placement):
-                    continue
-                if spec.any_stages_per_worker and each == 1 and spec.placement is loop_placement and len(order) > 1:
-                    continue  # schedules of one stage are there by their own names
-                placement = spec.placement(len(order), each)
+            for each in stage_counts(name, len(order), layers):
+                if SCHEDULES[name].any_stages_per_worker and each > _FEW_STAGES:
+                    break
                 later = name not in _PROMISING or each > 2
                 for count in request.chunks:
-                    key = later, abs(count - wanted), count, place, len(placement), placement
-                    start = Candidate(request, order, placement, count, name, recomputed=(0,) * len(placement))
+                    start = started(request, order, name, each, count)
+                    key = later, abs(count - wanted), count, place, len(start.placement), start.placement
                     found.append((key, start))
     return [start for _, start in sorted(found, key=lambda pair: pair[0])]
+
+
+def stage_counts(name: str, workers: int, layers: int) -> list[int]:
+    """The numbers of stages of a worker that are tried, in ascending order: each stage has a layer at least.
+
+    Example:
+        >>> stage_counts("interleaved-1f1b", 2, 34), stage_counts("hanayo", 2, 34), stage_counts("zb-v", 2, 3)
+        ([2, 3, 4, 6, 8, 12, 16], [2, 4, 6, 8, 12, 16], [])
+    """
+    spec, counts = SCHEDULES[name], [1]
+    while counts[-1] * workers <= layers:
+        counts.append(counts[-1] + max(1, (1 << counts[-1].bit_length()) // 4))
+    counts = counts[:-1] if spec.any_stages_per_worker else [spec.stages_per_worker]
+    if spec.any_stages_per_worker and spec.placement is loop_placement and workers > 1:
+        counts = counts[1:]  # schedules of one stage are there by their own names
+    waves = spec.placement is wave_placement
+    return [each for each in counts if each * workers <= layers and not (waves and each % 2)]
+
+
+def started(request: PlanRequest, order: tuple[int, ...], name: str, stages: int, chunks: int) -> Candidate:
+    """A schedule by name without a cut, with so many stages for each worker."""
+    placement = SCHEDULES[name].placement(len(order), stages)
+    return Candidate(request, order, placement, chunks, name, recomputed=(0,) * len(placement))
 
 
 def orders(request: PlanRequest) -> list[tuple[int, ...]]:
@@ -237,6 +258,18 @@ def orders(request: PlanRequest) -> list[tuple[int, ...]]:
     return list(found.values())
 
 
+class InFlight(NamedTuple):
+    """The micro-batches that a schedule has in flight.
+
+    Attributes:
+        most: of a stage.
+        at_once: of each stage, about as many as there are when its worker holds the most: its stages take turns.
+    """
+
+    most: float
+    at_once: tuple[float, ...]
+
+
 class Search:
     """A search for the best candidate."""
 
@@ -245,19 +278,22 @@ class Search:
         self._begin, self._used = time.perf_counter(), 0
         self._winner: Candidate | None = None
         self._best: dict[tuple[object, ...], Candidate] = {}  # by all that is chosen beside cut and recomputation
-        self._in_flight: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._held: dict[tuple[object, ...], InFlight] = {}
 
     def run(self) -> Candidate:
         """The best candidate within the budget; one that does not fit if none does."""
         todo = starts(self._request)
         # If nothing has fitted for long, it is the turn of the smallest micro-batches.
-        for turn, until in ((todo, 0.4), (sorted(todo, key=lambda each: -each.chunks), 0.9)):
+        for turn, until, grown in ((todo, 0.4, 0.6), (sorted(todo, key=lambda each: -each.chunks), 0.8, 0.9)):
+            if turn is not todo and self._winner is not None and self._winner.fits:
+                break
             for start in turn:
                 if self._winner is not None and (self._share() > until or (until > 0.4 and self._winner.fits)):
                     break
                 if _key(start) not in self._best:
                     for each in self._fitted(start):
                         self._take(each)
+            self._grow(grown)
         shapes: dict[tuple[object, ...], Candidate] = {}  # the best of each, whatever its schedule
         for each in self.best():
             shapes.setdefault(_key(each)[1:], each)
@@ -300,48 +336,71 @@ class Search:
 
         They fit, or are the last ones that were tried.
         """
-        plain = self._cut(candidate)
-        if not self._request.may_offload or min(self._request.limits) == inf or self._is_free(plain):
-            yield self._recomputing(plain)
-            return
+        least = inf
+        if self._request.may_offload:
+            free = self._cut(candidate, limited=False)
+            if free.fits:
+                yield free
+                return
+            moving = self._moving(candidate, free.seconds)
+            yield moving
+            if moving.fits and moving.seconds <= free.seconds:  # copies are hidden
+                return
+            least = moving.seconds if moving.fits else inf
+        yield self._recomputing(self._cut(candidate), least)
+
+    def _moving(self, candidate: Candidate, free: float) -> Candidate:
+        """With activations in host memory: as few as must go, if copies cost time: a step takes more than `free`."""
         moving = self._cut(replace(candidate, keep=0))
-        if (
-            not moving.fits or moving.seconds > plain.seconds
-        ):  # else copies are hidden, and nothing is recomputed faster
-            found = self._recomputing(plain)
-            yield found
-            moving = moving if moving.fits or found.fits else self._recomputing(moving)
-            fitting, all_stay = 0, ceil(max(self._peaks(candidate))) * moving.fits
-            while all_stay - fitting > 1:  # copies take time: as many micro-batches stay as fit
-                keep = (fitting + all_stay) // 2
-                other = self._cut(replace(moving, keep=keep))
-                fitting, all_stay = (keep, all_stay) if other.fits else (fitting, keep)
-                moving = min(moving, other, key=lambda each: each.rank)
-        yield moving
+        if not moving.fits:
+            return self._recomputing(moving)
+        fitting, all_stay = 0, ceil(self._in_flight(candidate).most)
+        while moving.seconds > free and all_stay - fitting > 1:
+            keep = (fitting + all_stay) // 2
+            other = self._cut(replace(candidate, keep=keep))
+            fitting, all_stay = (keep, all_stay) if other.fits else (fitting, keep)
+            moving = min(moving, other, key=lambda each: each.rank)
+        return moving
 
-    def _is_free(self, candidate: Candidate) -> bool:
-        """Whether no limit binds: the candidate fits, and would be cut like this without limits."""
-        free = replace(self._problem(candidate), limits=[inf] * len(candidate.order))
-        return candidate.fits and candidate.balance == best_cut(free)
+    def _cut(self, candidate: Candidate, *, limited: bool = True) -> Candidate:
+        """With the better one of two cuts: workers have equal work within the limits, or stages have."""
+        problem = self._problem(candidate)
+        if not limited:
+            problem = replace(problem, limits=[inf] * len(candidate.order))
+        cuts = [best_cut(problem)]
+        assert isinstance(candidate.schedule, str)
+        spec = SCHEDULES[candidate.schedule]
+        if spec.any_stages_per_worker and not spec.timed and candidate.stages_per_worker > 1:
+            cuts.append(even_cut(problem))  # in a fixed order, workers wait for each other's stages
+        return min((self._tried(candidate, balance=each) for each in dict.fromkeys(cuts)), key=lambda each: each.rank)
 
-    def _cut(self, candidate: Candidate) -> Candidate:
-        return self._tried(candidate, balance=best_cut(self._problem(candidate)))
-
-    def _recomputing(self, candidate: Candidate) -> Candidate:
+    def _recomputing(self, candidate: Candidate, least: float = inf) -> Candidate:
         """As long as a worker's bytes are above its limit, its stages recompute more, and the layers are cut again.
 
-        What is recomputed takes time, so such a worker gets fewer layers.
+        What is recomputed takes time, so such a worker gets fewer layers. If nothing fits, all is recomputed;
+        if the step takes more seconds than `least`, it is of no use.
         """
-        while True:
-            over = [not candidate.workers[worker].fits for worker in candidate.placement]
-            part = -(-candidate.chunks // _PARTS)
-            more = tuple(
-                min(candidate.chunks, count + part * too_much)
-                for count, too_much in zip(candidate.recomputed, over, strict=True)
-            )
-            if more == candidate.recomputed:
-                return candidate
-            candidate = self._cut(replace(candidate, recomputed=more))
+        if candidate.fits or candidate.seconds >= least:
+            return candidate
+        chunks, part = candidate.chunks, -(-candidate.chunks // _PARTS)
+        all_again = self._cut(replace(candidate, recomputed=(chunks,) * len(candidate.placement)))
+        if not all_again.fits:
+            return all_again
+        # Bytes fall about evenly with what is recomputed, so the first parts are not tried one by one.
+        shares = [
+            0.0 if most.fits else (most.total - most.limit) / (most.total - few.total)
+            for most, few in zip(candidate.workers, all_again.workers, strict=True)
+        ]
+        counts = [part * max(0, int(shares[worker] * chunks / part) - 1) for worker in candidate.placement]
+        while not candidate.fits and candidate.seconds < least:
+            host = candidate.host_bytes > self._request.host_memory
+            over = [host or not candidate.workers[worker].fits for worker in candidate.placement]
+            before = counts
+            counts = [min(chunks, count + part * too_much) for count, too_much in zip(counts, over, strict=True)]
+            if counts == before:
+                return all_again
+            candidate = self._cut(replace(candidate, recomputed=tuple(counts)))
+        return min(candidate, all_again, key=lambda each: each.rank)
 
     def _problem(self, candidate: Candidate) -> CutProblem:
         """The layers to be cut: their seconds with recomputation, and their bytes with what is in flight."""
@@ -359,21 +418,53 @@ class Search:
         return CutProblem(
             candidate.placement,
             list(map(seconds, candidate.kinds, candidate.recomputed)),
-            list(map(memory, self._peaks(candidate), candidate.recomputed)),
+            list(map(memory, self._in_flight(candidate).at_once, candidate.recomputed)),
             [candidate.request.limits[device] for device in candidate.order],
         )
 
-    def _peaks(self, candidate: Candidate) -> tuple[float, ...]:
-        """The micro-batches that each stage holds at most, if all stages take equally long."""
+    def _in_flight(self, candidate: Candidate) -> InFlight:
+        """The micro-batches of each stage, if all stages take equally long and hold equally much."""
         key = candidate.schedule, candidate.placement, candidate.chunks, candidate.keep
-        if key not in self._in_flight:
-            assert isinstance(candidate.schedule, str)
-            workers = len(candidate.order)
-            each = len(candidate.placement) // workers
-            made = build(candidate.schedule, workers=workers, chunks=candidate.chunks, stages_per_worker=each)
+        if key not in self._held:
+            made = candidate.by_name()
             made = made if candidate.keep is None else with_offload(made, keep=candidate.keep)
-            self._in_flight[key] = simulate(made, Costs()).stage_peak_memory
-        return self._in_flight[key]
+            found = simulate(made, Costs())
+            most, whole = found.stage_peak_memory, [0.0] * made.workers
+            for peak, worker in zip(most, candidate.placement, strict=True):
+                whole[worker] += peak
+            shares = [peak / total for peak, total in zip(found.peak_memory, whole, strict=True)]
+            at_once = [peak * shares[worker] for peak, worker in zip(most, candidate.placement, strict=True)]
+            self._held[key] = InFlight(max(most), tuple(at_once))
+        return self._held[key]
+
+    # Better stages
+
+    def _grow(self, until: float) -> None:
+        """The best candidates get more stages for each worker, as long as that helps: less waits, and less is held.
+
+        Args:
+            until: the share of the budget at which to stop.
+        """
+        best: dict[str, Candidate] = {}  # of each schedule
+        for each in self.best():
+            best.setdefault(str(each.schedule), each)
+        for name, start in list(best.items())[:_BEST]:
+            if not SCHEDULES[name].any_stages_per_worker:
+                continue
+            # With activations in host memory, and without: the slower one may be the faster one with more stages.
+            alike = (each for each in self.best() if _sizes(each) == _sizes(start))
+            family = {each.keep is None: each for each in sorted(alike, key=lambda each: each.rank, reverse=True)}
+            failures, most = 0, max(each.stages_per_worker for each in family.values())
+            for count in stage_counts(name, len(start.order), len(self._request.profile.layers)):
+                if failures == _FAILURES or self._share() > until:
+                    break
+                if count > most:
+                    failures += 1
+                    for each in self._fitted(started(self._request, start.order, name, count, start.chunks)):
+                        self._take(each)
+                        before = family.setdefault(each.keep is None, each)
+                        if before is each or each.rank < before.rank:
+                            family[each.keep is None], failures = each, 0
 
     # Better cuts
 
@@ -404,3 +495,7 @@ class Search:
 
 def _key(candidate: Candidate) -> tuple[object, ...]:
     return candidate.schedule, candidate.order, candidate.placement, candidate.chunks, candidate.keep
+
+
+def _sizes(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.schedule, candidate.order, candidate.chunks

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipework.planning.cuts import CutProblem, best_cut
+from pipework.planning.cuts import CutProblem, best_cut, even_cut
 from pipework.schedule.placement import loop_placement, wave_placement
 
 PLACEMENTS = {
@@ -54,6 +54,15 @@ def problems(draw: st.DrawFn, kind: str) -> CutProblem:
     shares = st.lists(st.sampled_from([0.7, 0.9, 1, 1.1, 1.5, 2, inf]), min_size=workers, max_size=workers)
     limits = [max(0.1, even * share) for share in draw(shares)] if draw(st.booleans()) else [inf] * workers
     return CutProblem(placement, rows(numbers), memory, limits)
+
+
+@given(problems("other"))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_cut_has_a_smaller_largest_stage_than_the_even_one(problem: CutProblem) -> None:
+    def largest(cut: list[int]) -> int:
+        return max(work[end] - work[begin] for work, (begin, end) in zip(problem.work, pairwise(cut), strict=True))
+
+    assert largest(ends(even_cut(problem))) == min(map(largest, every_cut(problem)))
 
 
 @given(problems("linear"))

@@ -68,8 +68,8 @@ def test_recomputation_is_chosen_for_the_stage_that_needs_it() -> None:
     assert {stage for stage, _ in recomputed(plan.schedule)} == {0}
 
 
-def over_a_link(bytes_per_second: float | None) -> Profile:
-    profile = made([1.0] * 8, kept=[100] * 8)
+def over_a_link(bytes_per_second: float | None, layers: int = 8, kept: int = 100, transfer: float = 0.0) -> Profile:
+    profile = made([1.0] * layers, kept=[kept] * layers, transfer=transfer)
     host = None if bytes_per_second is None else LinkSpeed(0.0, bytes_per_second)
     return replace(profile, kinds={name: replace(kind, host=host) for name, kind in profile.kinds.items()})
 
@@ -105,10 +105,27 @@ def test_activations_go_to_the_host_where_memory_lacks_and_the_link_is_fast(
 def test_host_memory_that_is_too_small_is_named() -> None:
     profile = over_a_link(1e9)
     request = replace(make_request(profile, ["device"] * 4, 1520, chunks=8, schedules=["1f1b"]), host_memory=10)
-    assert not offloaded(best_plans(request, Budget(iterations=60), print)[0].schedule)
+    small = best_plans(request, Budget(iterations=60), print)[0]
+    assert sum(worker.host for worker in small.workers) <= 10  # inputs of what is recomputed
+    none = best_plans(replace(request, host_memory=1), Budget(iterations=60), print)[0]
+    assert not offloaded(none.schedule)
+    assert small.seconds <= none.seconds
     plan = planned(profile, ["device"] * 4, chunks=8, schedules=["1f1b"], memory=1520)
     error = no_plan_fits(request, plan.devices, plan.workers)
     assert re.search("activations need .* of host memory, and 10 B are free", str(error))
+
+
+@pytest.mark.parametrize(("transfer", "stages"), [(0.0, 6), (0.5, 4), (5.0, 3)])
+def test_workers_get_more_stages_if_that_pays(transfer: float, stages: int) -> None:
+    """One and two stages hold too much, and messages between many cost more than the bubble that they save."""
+    profile = over_a_link(1e9, 24, 1000, transfer)
+    options: dict[str, Any] = {"chunks": 8, "schedules": ["1f1b", "interleaved-1f1b"], "iterations": 40}
+    plan = planned(profile, memory=14_000, **options)
+    assert (plan.schedule.name, plan.schedule.stages) == ("interleaved-1f1b", 2 * stages)
+    assert plan.balance == (12 // stages,) * 2 * stages
+    assert offloaded(plan.schedule)
+    assert not recomputed(plan.schedule)
+    assert planned(profile, memory=14_000, **options) == plan
 
 
 def test_a_small_device_comes_where_little_is_in_flight() -> None:
