@@ -100,6 +100,18 @@ def test_overwriting_one_of_two_outputs_that_overlap_is_refused(checkpoint: str)
     assert all(isinstance(parameter, nn.Parameter) for parameter in pipe.parameters())
 
 
+@pytest.mark.one_process("values that share memory arrive in another process as copies")
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_without_gradients_they_may_be_overwritten_unless_they_are_copied(checkpoint: str) -> None:
+    plain = PipeSequential(Returns(with_a_view).requires_grad_(False), Takes(overwrite), nn.Linear(6, 1))
+    pipe, x = in_two(plain, checkpoint), torch.randn(4, 4)
+    if checkpoint == "never":
+        assert torch.equal(pipe(x), torch.cat([plain(x[:2]), plain(x[2:])]))
+    else:
+        with pytest.raises(RuntimeError, match="share memory"):
+            pipe(x)
+
+
 # Hooks that layers register on what they are given
 
 

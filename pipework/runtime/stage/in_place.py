@@ -136,13 +136,16 @@ class InPlaceChanges:
         self.found = True
         return True
 
-    def refuse_overlap(self, leaves: Sequence[Tensor]) -> None:
-        """One of these inputs was changed in place: raises a RuntimeError if some of them share memory."""
+    def refuse_overlap(self, leaves: Sequence[Tensor], *, copied: bool = False) -> None:
+        """One of these inputs was changed in place: raises a RuntimeError if some of them share memory.
+
+        Without gradients that is allowed, unless the layers have got copies of them, which share none.
+        """
         pairs = itertools.combinations(leaves, 2)
-        if any(leaf.requires_grad for leaf in leaves) and any(share_memory(*pair) for pair in pairs):
+        if (copied or any(leaf.requires_grad for leaf in leaves)) and any(share_memory(*pair) for pair in pairs):
             raise RuntimeError(
-                f"{self._the_stage}, changed an input in place, and its inputs share memory, so that the gradient of "
-                "another one would be wrong. Send a clone, or make the operation not in-place"
+                f"{self._the_stage}, changed an input in place, and its inputs share memory, so that another one, or "
+                "its gradient, would be wrong. Send a clone, or make the operation not in-place"
             )
 
     @property

@@ -342,7 +342,7 @@ class Recomputation:
         else:  # no R: no gradient will reach this stage
             run.kept.put(micro_batch, leaves, outputs, structure)
         if in_place.see_first_pass(first.leaves, first.versions, outputs, is_first=first.is_first):
-            in_place.refuse_overlap(leaves)
+            in_place.refuse_overlap(leaves, copied=True)
 
     def second_pass(self, actions: StageActions, micro_batch: int) -> None:
         """R: computes the micro-batch again and keeps the graph."""
