@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 2_145,
+    "": 2_150,
     "assignment": 530,
     "autograd": 1_346,
     "cli": 400,
@@ -18,7 +18,7 @@ PACKAGE = {
     "device_check": 270,
     "distributed": 3_260,
     "integrations": 920,
-    "model": 3_910,
+    "model": 3_920,
     "planning": 2_891,
     "runtime": 4_657,
     "saving": 1_192,
@@ -28,8 +28,8 @@ PACKAGE = {
     "timeline": 265,
     "values": 610,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_760, 270
-TEST_LINES = 39_425
+PACKAGE_LINES, PACKAGE_FILES = 26_776, 270
+TEST_LINES = 39_445
 DOC_WORDS = 44_665
 
 NO_CODE = {

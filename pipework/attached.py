@@ -18,7 +18,7 @@ from pipework.model import mini_batch
 from pipework.model.batchnorm import convert_deferred_batch_norm
 from pipework.model.marks import MicroBatches, has_micro_batches
 from pipework.model.parts.check import Weighed, check_parts, check_rows, left_out
-from pipework.model.parts.cut import Cuttable, refuse_own_forward
+from pipework.model.parts.cut import Cuttable, refuse_no_module, refuse_own_forward
 from pipework.model.parts.following import Following, own_parameters, take_over
 from pipework.model.parts.leaves import mapped
 from pipework.model.parts.outputs import joined, output_dims
@@ -195,8 +195,11 @@ def attach(
     """
     # 1. What is asked for is checked, and the sample says what the forward takes.
     settings = Settings.of(locals())
+    refuse_no_module(model)
     _refuse_attached_or_wrapped(model)
     refuse_own_forward(model)
+    if outputs not in ("last", "all"):
+        raise ValueError(f"outputs is not one of 'last' or 'all': got {outputs!r}")
     if loss_fn is not None and target is not None:
         raise ValueError(
             f"attach got loss_fn= and target={target!r}, which names the argument of a loss that the model computes "

@@ -83,6 +83,8 @@ def verify(pipe: Pipe, inputs: tuple[Any, ...], keywords: Mapping[str, Any], tar
         raise ValueError("a pipe without layers computes nothing that could be verified")
     if "loss_scale" in keywords and pipe._attached is None:
         raise ValueError("pipe.verify got loss_scale=, which multiplies all that is compared: leave it out")
+    if "return_output" in keywords and pipe._attached is None:
+        raise ValueError("pipe.verify got return_output=, and compares outputs anyway: leave it out")
     if fsdp_modules(pipe.partitions) or pipe.ranks.local_names:
         raise ValueError(
             "pipe.verify got a pipe of which processes hold shards of one layer (fully_shard), or other values "

@@ -488,6 +488,14 @@ def test_uses_of_attach_that_are_refused() -> None:
         attached(model, batch)
     del model.forward
     attached(model, batch)
+    for wrong, got in ((batch, "dict"), (Plain, "the class Plain")):
+        with pytest.raises(TypeError, match=f"must be an nn.Module, got {got}: give the model first"):
+            attached(wrong, model)
+    with pytest.raises(ValueError, match="outputs is not one of 'last' or 'all': got 'first'"):
+        attached(Plain(), batch, outputs="first")
+    for blocks in ("Linear", nn.Linear):
+        with pytest.raises(TypeError, match=r"blocks is .*: wanted a list of classes"):
+            attached(Plain(), batch, blocks=blocks)
     ways = r".*schedule '1f1b' needs .*target= names .*loss_fn=lambda output, target: .*target=y.*schedule='gpipe'"
     with pytest.raises(ValueError, match=r"the sample has no 'labels' \(it has 'x'\)" + ways):
         attached(Plain(), {"x": batch["x"]})

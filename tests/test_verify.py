@@ -340,8 +340,9 @@ def test_a_last_layer_that_returns_a_sum() -> None:
 
 
 def test_a_factor_of_the_loss_is_left_out() -> None:
-    with pytest.raises(ValueError, match=r"got loss_scale=, .*: leave it out"):
-        pipe_of(layers()).verify(batch()[0], target=batch()[1], loss_scale=0.5)
+    for options in ({"loss_scale": 0.5}, {"return_output": True}):
+        with pytest.raises(ValueError, match=rf"got {next(iter(options))}=, .*: leave it out"):
+            pipe_of(layers()).verify(batch()[0], target=batch()[1], **options)
 
 
 def test_deferred_batch_norm_has_the_statistics_of_the_whole_batch() -> None:

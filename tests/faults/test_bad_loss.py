@@ -127,6 +127,7 @@ def test_a_last_layer_that_returns_no_loss(make: Callable[..., Pipe]) -> None:
         ("many", "str"),
         (-1.0, "-1.0"),
         (float("nan"), "nan"),
+        (float("inf"), "inf"),
         (torch.tensor(-0.5), "-0.5"),
         (ZeroDivisionError(), ""),
     ],
@@ -138,7 +139,7 @@ def test_a_weight_that_is_no_number_of_at_least_0(make: Callable[..., Pipe], wei
         return weight
 
     pipe = make(loss_weight=weight_of)
-    message = f"loss_weight gave {what} for micro-batch 0: wanted a number of at least 0" if what else ""
+    message = f"loss_weight gave {what} for micro-batch 0: wanted a finite number of at least 0" if what else ""
     x, state = torch.randn(ROWS, 4), torch.get_rng_state()
     with pytest.raises((TypeError, ValueError, ZeroDivisionError)) as caught:
         pipe(x, target=x)

@@ -305,13 +305,17 @@ class LossSettings:
         for number, weight in enumerate(weights):
             if not isinstance(weight, SupportsFloat) or getattr(weight, "ndim", 0) != 0:
                 got = f"a tensor of shape {tuple(weight.shape)}" if hasattr(weight, "shape") else type(weight).__name__
-                raise TypeError(f"loss_weight gave {got} for micro-batch {number}: wanted a number of at least 0")
+                raise TypeError(
+                    f"loss_weight gave {got} for micro-batch {number}: wanted a finite number of at least 0"
+                )
         if all(isinstance(weight, Tensor) for weight in weights):  # on an accelerator the host waits once
             weights = torch.stack(weights).tolist()
         amounts = list(map(float, weights))
         for number, amount in enumerate(amounts):
-            if not amount >= 0:
-                raise ValueError(f"loss_weight gave {amount} for micro-batch {number}: wanted a number of at least 0")
+            if not 0 <= amount < math.inf:
+                raise ValueError(
+                    f"loss_weight gave {amount} for micro-batch {number}: wanted a finite number of at least 0"
+                )
         return amounts
 
     def padding_warning(self, targets: Sequence[Message], rows: Sequence[int], *, waits: bool = False) -> str | None:

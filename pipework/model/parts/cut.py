@@ -213,8 +213,16 @@ class Cuttable:
         return local
 
 
+def refuse_no_module(model: object) -> None:
+    """Raises a TypeError if this is no module, such as a class, or a sample in place of the model."""
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"the model must be an nn.Module, got {got}: give the model first, and then the sample")
+
+
 def refuse_own_forward(model: nn.Module) -> None:
     """Raises a CannotCut if a forward was put on the module itself, or compiled, which parts would not run."""
+    refuse_no_module(model)
     if torch_private.is_compiled(model):
         kind = type(torch_private.uncompiled(model)).__name__
         raise CannotCut(

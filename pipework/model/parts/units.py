@@ -93,6 +93,8 @@ def _elements_of_lists(model: nn.Module) -> set[int]:
 
 
 def _of_classes(model: nn.Module, blocks: Collection[type | str]) -> set[int]:
+    if isinstance(blocks, str | type):
+        raise TypeError(f"blocks is {blocks!r}: wanted a list of classes, or of their names")
     kinds = tuple(each for each in blocks if isinstance(each, type))
     names = {each for each in blocks if isinstance(each, str)}
     found = {id(each) for each in model.modules() if isinstance(each, kinds) or type(each).__name__ in names}
