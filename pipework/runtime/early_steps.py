@@ -40,34 +40,36 @@ class EarlySteps:
 
     Args:
         make: makes the steps of some parameters, and adds the ids of those that it has changed to the set.
+        finish: makes the steps that are left at the end, and does the same.
         groups: the parameters of the optimizer.
         executor: of the pipe.
+
+    Attributes:
+        made: the ids of the parameters that are changed.
     """
 
-    def __init__(self, make: Make, groups: Iterable[Group], executor: Executor) -> None:
+    def __init__(self, make: Make, finish: Callable[[], object], groups: Iterable[Group], executor: Executor) -> None:
         own = executor.parameters_of_one_stage
-        self._make, self._executor = make, executor
+        self._make, self._finish, self._executor = make, finish, executor
         self._groups = {id(each): group for group in groups for each in group["params"] if id(each) in own}
         self._mini_batches = 0
         self._is_open = True
-        self._made: set[int] = set()
+        self.made: set[int] = set()
         self._used: list[tuple[Tensor, Tensor, int]] = []  # parameter, gradient and its version
         self._links: list[HostLink] = []
         self._jobs: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, "pipework steps", _begin_thread, (torch.get_num_threads(),))
 
-    @property
-    def made(self) -> set[int]:
-        """At the end, the ids of the parameters whose steps are made."""
+    def refuse_step_inside(self) -> None:
+        """Raises an error before the end."""
         if self._is_open:
             raise RuntimeError(
                 "optimizer.step() was called inside of step_in_backward(pipe), at whose end it is made: leave out one"
             )
-        return self._made
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        """A context around a call of the pipe and its backward; at its end the early steps are made."""
+        """A context around a call of the pipe and its backward; at its end all steps are made."""
         self._executor.early = self
         try:
             yield
@@ -75,15 +77,18 @@ class EarlySteps:
             for job in self._jobs:
                 job.result()
             self._refuse_other_gradients()
+            self._finish()
         except BaseException as error:
             self._end(cancel=True)
-            if self._made:
+            if self.made:
                 add_note(
                     error,
-                    f"{len(self._made)} parameters have been stepped in this backward already, and the others have "
+                    f"{len(self.made)} parameters have been stepped in this backward already, and the others have "
                     "not: load the last checkpoint before you go on",
                 )
             raise
+        finally:  # a loss that somebody keeps refers to this
+            self._used, self._jobs, self._links = [], [], []
 
     def begin(self, *, grad: bool) -> None:
         """Called before each mini-batch of the pipe."""
@@ -116,7 +121,7 @@ class EarlySteps:
     def _make_all(self, work: list[Work], device: torch.device, ready: torch.Event | None) -> None:
         link = HostLink(device, ready)
         self._links.append(link)
-        self._make(work, {device: link}, self._made)
+        self._make(work, {device: link}, self.made)
 
     def _end(self, *, cancel: bool = False) -> None:
         self._executor.early, self._is_open = None, False

@@ -23,14 +23,14 @@ _AHEAD: Final = 2**28
 
 def fetched(
     work: Iterable[Work], links: Mapping[torch.device, HostLink]
-) -> Iterator[tuple[Work, HostLink, tuple[Tensor, torch.Event | None]]]:
-    """The parameters one after the other, while the next ones are copied."""
-    ahead: deque[tuple[Work, HostLink, tuple[Tensor, torch.Event | None]]] = deque()
+) -> Iterator[tuple[Work, HostLink, Tensor, torch.Event | None]]:
+    """The parameters one after the other, on the host after an event, while the next ones are copied."""
+    ahead: deque[tuple[Work, HostLink, Tensor, torch.Event | None]] = deque()
     size = 0
     for each in work:
         _, parameter, gradient = each
         link = links[parameter.device]
-        ahead.append((each, link, link.fetch(parameter, gradient)))
+        ahead.append((each, link, *link.fetch(parameter, gradient)))
         size += parameter.nbytes
         while size > _AHEAD:
             size -= ahead[0][0][1].nbytes
@@ -65,17 +65,13 @@ class HostLink:
             on_host, on_host.grad = _pinned_copy(parameter), _pinned_copy(gradient)
             return on_host, stream.record_event()
 
-    def arrived(self, on_host: Tensor, event: torch.Event | None) -> Tensor:
-        """Waits on the host until the copies are there."""
-        if event is not None:
-            event.synchronize()
-        return on_host
-
     def give_back(self, on_host: Tensor, parameter: Tensor) -> None:
         """Starts to copy a parameter back. PyTorch keeps pinned memory until a copy from it has ended."""
         if self._copies:
             with self._up:
                 parameter.copy_(on_host, non_blocking=True)
+        elif on_host.data_ptr() != parameter.data_ptr():  # as after `p.data = p.data - ...`
+            parameter.copy_(on_host)
 
     def end(self) -> None:
         """The current stream waits for the copies."""

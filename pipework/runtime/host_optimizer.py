@@ -129,7 +129,10 @@ class HostOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        made = set[int]() if self._early is None else self._early.made
+        made = set[int]()
+        if self._early is not None:
+            self._early.refuse_step_inside()
+            made = self._early.made
         # In turns from all devices, as many bytes from each, so that every link is busy.
         copied: Counter[torch.device] = Counter()
         in_turns: list[tuple[int, Work]] = []
@@ -141,7 +144,7 @@ class HostOptimizer(Optimizer):
         in_turns.sort(key=itemgetter(0))
         links = {device: HostLink(device) for device in copied}
         try:
-            self._make([work for _, work in in_turns], links, set())
+            self._make([work for _, work in in_turns], links, made)
         finally:
             for link in links.values():
                 link.end()
@@ -203,11 +206,10 @@ class HostOptimizer(Optimizer):
         if self._early is not None or executor.early is not None:
             raise RuntimeError("contexts of step_in_backward are one in another: leave one of them out")
         groups = [] if self._has_hooks else self.param_groups
-        self._early = EarlySteps(self._make, groups, executor)
+        self._early = EarlySteps(self._make, self.step, groups, executor)
         try:
             with self._early.during():
                 yield
-            self.step()
         finally:
             self._early = None
 
@@ -215,8 +217,9 @@ class HostOptimizer(Optimizer):
     def _make(self, work: list[Work], links: dict[torch.device, HostLink], made: set[int]) -> None:
         """Makes the steps of some parameters, in this order, and adds the ids of those that it has changed."""
         try:
-            for (group, parameter, _), link, copies in fetched(work, links):
-                on_host = link.arrived(*copies)
+            for (group, parameter, _), link, on_host, arrived in fetched(work, links):
+                if arrived is not None:
+                    arrived.synchronize()
                 state = defaultdict(dict, {on_host: self.state[parameter]} if parameter in self.state else {})
                 self.optim.param_groups, self.optim.state = [{**group, "params": [on_host]}], state
                 made.add(id(parameter))

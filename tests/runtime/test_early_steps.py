@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -368,3 +369,36 @@ def test_intra_op_threads_are_those_of_the_caller(monkeypatch: pytest.MonkeyPatc
         assert (seen, torch.get_num_threads()) == ([3], 3)
     finally:
         torch.set_num_threads(1)
+
+
+def test_a_loss_that_is_kept_keeps_no_gradients() -> None:
+    pipe = make_pipe()
+    optimizer = make_optimizer(pipe.parameters())
+    with optimizer.step_in_backward(pipe):
+        loss = loss_of(pipe)
+        loss.backward()
+        used = optimizer._early._used
+    gradients = [weakref.ref(gradient) for _, gradient, _ in used]
+    del used
+    optimizer.zero_grad()
+    assert loss.isfinite()
+    assert len(gradients) == 14
+    assert not any(gradient() is not None for gradient in gradients)
+
+
+def test_a_failure_of_a_step_at_the_end_says_that_parameters_were_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = make_pipe()
+    outside = nn.Parameter(torch.ones(3))
+    outside.grad = torch.ones(3)
+    optimizer = make_optimizer([*pipe.parameters(), outside])
+    give_back = HostLink.give_back
+
+    def no_memory(link: HostLink, on_host: Tensor, parameter: Tensor) -> None:
+        if parameter is outside:
+            raise MemoryError("on purpose")
+        give_back(link, on_host, parameter)
+
+    monkeypatch.setattr(HostLink, "give_back", no_memory)
+    with pytest.raises(MemoryError, match="on purpose") as error, optimizer.step_in_backward(pipe):
+        backward(pipe, 0)
+    assert "15 parameters have been stepped" in error.value.__notes__[0]

@@ -265,3 +265,25 @@ def test_a_part_of_a_sharded_parameter_is_refused(tmp_path: Any) -> None:
             HostOptimizer([sharded], torch.optim.SGD)
     finally:
         torch.distributed.destroy_process_group()
+
+
+class ReplacesData(torch.optim.Optimizer):
+    """Gives parameters other memory, as optimizers of old did."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_an_optimizer_may_give_parameters_other_memory(where: str) -> None:
+    own = nn.Parameter(torch.ones(3, device=devices_of(where)[0]))
+    memory = own.data_ptr()
+    own.grad = torch.ones_like(own)
+    HostOptimizer([own], ReplacesData).step()
+    assert torch.equal(own.cpu(), torch.full((3,), 1 - 0.1))
+    assert own.data_ptr() == memory
