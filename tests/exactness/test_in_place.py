@@ -101,6 +101,25 @@ def test_what_the_layer_before_has_saved_must_not_be_changed(checkpoint: str) ->
         pipe(x, target=target)
 
 
+def zeroes_large(x: Tensor) -> Tensor:
+    large = x.detach() > 1
+    if large.any():
+        x[large] = 0
+    return x
+
+
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
+@pytest.mark.parametrize("way", ["outside", "1f1b", "interleaved-1f1b"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
+def test_a_recomputed_stage_changes_inputs_from_the_first_micro_batch_on(checkpoint: str, way: Any) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Does(zeroes_large), nn.Linear(4, 4), nn.Linear(4, 1))
+    nn.init.zeros_(module[0].bias)
+    nn.init.eye_(module[0].weight)
+    pipe = way.pipe(module, CHUNKS, checkpoint, balance=[1, 1, 1, 1])
+    with pytest.raises(RuntimeError, match="which it did not do for the first micro-batch"):
+        way.loss(pipe, torch.arange(8.0)[:, None].expand(8, 4) / 2, torch.randn(8))
+
+
 @pytest.mark.one_process("looks at the batch of one process")
 @pytest.mark.parametrize("way", ["outside", "1f1b"], indirect=True)
 def test_the_callers_graph_learns_that_the_batch_was_changed(way: Any) -> None:

@@ -110,7 +110,7 @@ class InPlaceChanges:
         )
 
     def see_first_pass(
-        self, inputs: Sequence[Tensor], versions: Sequence[int], outputs: Sequence[Tensor], *, is_first: bool
+        self, inputs: Sequence[Tensor], versions: Sequence[int], outputs: Sequence[Tensor], *, found: bool | None
     ) -> bool:
         """After a first pass: whether it has changed its inputs in place.
 
@@ -118,17 +118,17 @@ class InPlaceChanges:
             inputs: from `inputs_of_first_pass`.
             versions: of the inputs, before.
             outputs: of the pass.
-            is_first: whether this is the first micro-batch.
+            found: the attribute, before the pass.
 
         Raises:
             RuntimeError: the first micro-batch's pass has changed no input. So this input, which is no copy, is lost.
         """
-        if is_first:
+        if found is None:
             memories = set(map(_memory, outputs))
             self._passed_on = {n for n, tensor in enumerate(inputs) if _memory(tensor) in memories}
         if versions == list(map(torch_private.version, inputs)):
             return False
-        if not (is_first or self.found):
+        if found is False:
             raise RuntimeError(
                 f"{self._the_stage}, changed its input in place, which it did not do for the first micro-batch; "
                 "checkpointing needs that input again. Clone the input in that layer, or use checkpoint='never'."

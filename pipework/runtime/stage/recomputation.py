@@ -282,7 +282,7 @@ class FirstPass(NamedTuple):
         given: what a recomputation needs.
         leaves: what the layers get in place of the given leaves.
         versions: of these, before.
-        is_first: whether this is the first micro-batch.
+        found: whether an earlier micro-batch has changed its input in place; None: this is the first one.
         target: what the loss compares the output with; None: there is no loss.
         of_target: the versions of the target, before.
     """
@@ -290,7 +290,7 @@ class FirstPass(NamedTuple):
     given: Inputs
     leaves: tuple[Tensor, ...]
     versions: list[int]
-    is_first: bool
+    found: bool | None
     target: Message | None
     of_target: list[int]
 
@@ -318,9 +318,9 @@ class Recomputation:
         """
         in_place, loss = run.in_place, run.loss
         given = Inputs(leaves, structure, run.stage.buffers.snapshot(), _versions(leaves))  # 1
-        is_first, own = in_place.found is None, in_place.inputs_of_first_pass(leaves)
+        found, own = in_place.found, in_place.inputs_of_first_pass(leaves)
         target = None if loss is None else loss.targets[micro_batch]
-        return FirstPass(given, own, _versions(own), is_first, target, _versions(() if target is None else target[0]))
+        return FirstPass(given, own, _versions(own), found, target, _versions(() if target is None else target[0]))
 
     def end(
         self, run: StageRun, first: FirstPass, outputs: tuple[Tensor, ...], structure: AnyStructure, micro_batch: int
@@ -341,7 +341,7 @@ class Recomputation:
             self._check.keep(micro_batch, outputs)
         else:  # no R: no gradient will reach this stage
             run.kept.put(micro_batch, leaves, outputs, structure)
-        if in_place.see_first_pass(first.leaves, first.versions, outputs, is_first=first.is_first):
+        if in_place.see_first_pass(first.leaves, first.versions, outputs, found=first.found):
             in_place.refuse_overlap(leaves, copied=True)
 
     def second_pass(self, actions: StageActions, micro_batch: int) -> None:
