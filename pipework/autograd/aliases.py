@@ -64,10 +64,9 @@ class Aliases:
         parameters: those of the user, in the same order.
         sharded: as above.
         dtensor: one of the user's parameters that is a DTensor; None: no parameter is one.
-        lent: whether an output of the stage has the memory of a parameter, which other stages may keep.
     """
 
-    __slots__ = ("_reduced", "_slots", "_stray", "dtensor", "leaves", "lent", "parameters", "sharded")
+    __slots__ = ("_reduced", "_slots", "_stray", "dtensor", "leaves", "parameters", "sharded")
 
     def __init__(
         self,
@@ -80,7 +79,6 @@ class Aliases:
         self._reduced: dict[int, Tensor] = {}  # the gradients of shards, by the id of the leaf
         by_parameter: dict[int, tuple[Tensor, Tensor]] = {}
         self.dtensor: Tensor | None = None
-        self.lent = False
         self._slots: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
         found = [
             (slots, name, parameter, compiled)

@@ -101,7 +101,8 @@ class EarlySteps:
     def complete(self, run: StageRun) -> None:
         """Called by a worker after the last action of a stage: its gradients are there, and nobody reads parameters."""
         # The gradients of several mini-batches are added up; what has the memory of a parameter may still be read.
-        if not self._is_open or self._mini_batches > 1 or run.aliases.lent:
+        is_sent = not run.in_place.sent.isdisjoint(map(torch_private.memory_key, run.aliases.leaves))
+        if not self._is_open or self._mini_batches > 1 or is_sent:
             return
         device = run.stage.device
         work: list[Work] = [

@@ -30,6 +30,24 @@ class Query(nn.Module):
         return self.rows.expand(x.shape[0], -1)
 
 
+class Detached(Query):
+    """Its second output is the same parameter, from which no gradient comes back."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.rows, self.rows.detach().expand(x.shape[0], -1)
+
+
+class Projected(nn.Module):
+    """Its weight's gradient reads the second input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x + self.linear(rows)
+
+
 class Fails(nn.Module):
     """Fails in a backward, if it is told to, when so many micro-batches of the last one have gone backward."""
 
@@ -182,8 +200,9 @@ def owning(parameter: nn.Parameter, pipe: Pipe) -> list[nn.Parameter]:
         (make_pipe, accumulate, 1),
         (partial(make_pipe, schedule="gpipe"), two_mini_batches, 14),
         (lambda: make_pipe(layers(Query), schedule="zb-h1", checkpoint="never"), backward, 1),
+        (lambda: make_pipe(layers(Detached, Projected), schedule="zb-h1", checkpoint="never"), backward, 1),
     ],
-    ids=["tied", "hooks", "accumulated", "two mini-batches", "a parameter as output"],
+    ids=["tied", "hooks", "accumulated", "two mini-batches", "a parameter as output", "a detached one"],
 )
 def test_what_cannot_be_early_is_stepped_at_the_end(make: Callable[[], Pipe], way: Way, at_the_end: int) -> None:
     everything = len(list(make().parameters()))

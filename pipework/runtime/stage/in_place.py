@@ -37,6 +37,7 @@ class InPlaceChanges:
         found: whether the layers have changed an input in place; None before the first micro-batch, for which a
             recomputation prepares as if they did so.
         refuses: the memory of those inputs of this micro-batch that a later stage must not change in place, either.
+        sent: the memory of all outputs so far, which other stages may keep.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class InPlaceChanges:
         self._batch = batch
         self.found: bool | None = None
         self.refuses: Set[object] = frozenset()
+        self.sent: set[object] = set()
         self._passed_on: Set[int] = frozenset()  # the inputs whose memory outputs have, too
 
     def entered(self, leaves: Sequence[Tensor], micro_batch: int) -> tuple[Tensor, ...]:
@@ -85,11 +87,11 @@ class InPlaceChanges:
         """
         leaves = tuple(map(boundary.cut, outputs))
         for output, leaf in zip(outputs, leaves, strict=True):
+            memory = _memory(leaf)
+            self.sent.add(memory)
             is_view = output.is_leaf or _viewed(output) is not None
-            refuses = self.refuses and leaf.requires_grad and _memory(leaf) in self.refuses
-            if is_view and self._parameters.has_memory_of(output):
-                refuses = self._parameters.lent = True
-            if refuses:
+            refuses = leaf.requires_grad and memory in self.refuses
+            if refuses or (is_view and self._parameters.has_memory_of(output)):
                 boundary.mark_unchangeable(leaf)
         self.refuses = frozenset()
         return leaves
