@@ -282,7 +282,7 @@ class Executor:
             batch.loss.seed_scale_in(parts[0].dtype),
             self._backend.expect_backward() if has_backward else None,
             lacks_scaler=has_backward and not call.scales_loss and self.doubts.lacks_scaler(step, self.settings),
-            on_host=self.early is not None,
+            on_host=step.complete is not None,
         )
         if has_backward:
             self.doubts.of_backward(batch, shared)

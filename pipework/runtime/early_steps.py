@@ -136,8 +136,9 @@ class EarlySteps:
             raise RuntimeError(
                 f"{len(wrong)} parameters were stepped in the backward, such as one of shape {tuple(wrong[0].shape)}, "
                 "and then got another .grad: the loss had no backward, or one with a factor or retain_graph=True; or "
-                "they are used outside of the pipe, too; or gradients were clipped, unscaled or set to None. Leave "
-                "this out, or call loss.backward() and then optimizer.step()"
+                "they are used outside of the pipe, too; or gradients were clipped, unscaled, set to None, or changed "
+                "by the optimizer or a wrapper such as DistributedDataParallel. Leave this out, or call loss.backward() "
+                "and then optimizer.step()"
             )
 
 

@@ -164,11 +164,16 @@ class HostOptimizer(Optimizer):
         and `step()`, bit for bit.
 
         It is wrong to clip gradients by a global norm, to unscale them, or to skip a step because of them: all of that
-        needs all gradients before the first step. Between the call and the end do nothing with the parameters.
+        needs all gradients before the first step. It is also wrong if anything else changes gradients after the worker
+        has computed them: a hook of all optimizers (`register_optimizer_step_pre_hook`), the optimizer itself, in
+        place on the CPU, or a wrapper such as `DistributedDataParallel(pipe)`. Between the call and the end do nothing
+        with the parameters. After a failure some parameters may have been stepped and others not, so the step cannot
+        be made again.
 
         These steps are made at the end of the context, and nothing is won: of parameters that several stages use, that
         have hooks or had a `.grad` before, or whose gradient is averaged over replicas; those of an optimizer with
-        hooks before its step; and all, if steps are captured as graphs, or several mini-batches are added up.
+        hooks of its own before its step; and all, if steps are captured as graphs, or the pipe is called several times,
+        as for gradients that are added up or after a call that failed.
 
         Args:
             pipe: whose parameters these are; others may be among them.

@@ -43,12 +43,16 @@ class Step:
         engine: the pipe's stages and workers.
         program: the schedule.
         spec: what is asked of the mini-batch.
+
+    Attributes:
+        complete: see `StepSpec`.
     """
 
     def __init__(self, engine: Engine, program: Program, spec: StepSpec) -> None:
         self._engine = engine
         self._program = program
         self._spec = spec
+        self.complete = spec.complete
         # Autograd runs a backward of outputs on an accelerator on a thread of its own, where the caller's variables are
         # not set. Those of the call are kept until then, and only there: one may hold the loss, and so this step.
         late = spec.loss is None and bool(engine.accelerators)
