@@ -21,7 +21,6 @@ import torch
 
 from pipework import torch_private
 from pipework.runtime.failure import add_note
-from pipework.runtime.host_link import HostLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipework.executor import Executor
-    from pipework.runtime.host_link import Group, Work
+    from pipework.runtime.host_link import Group, HostLinks, Work
     from pipework.runtime.stage.stage_run import StageRun
 
-    Make = Callable[[list[Work], dict[torch.device, HostLink], set[int]], None]
+    Make = Callable[[list[Work], set[int]], None]
 
 
 class EarlySteps:
@@ -42,21 +41,28 @@ class EarlySteps:
         make: makes the steps of some parameters, and adds the ids of those that it has changed to the set.
         finish: makes the steps that are left at the end, and does the same.
         groups: the parameters of the optimizer.
+        links: of the optimizer.
         executor: of the pipe.
 
     Attributes:
         made: the ids of the parameters that are changed.
     """
 
-    def __init__(self, make: Make, finish: Callable[[], object], groups: Iterable[Group], executor: Executor) -> None:
+    def __init__(
+        self,
+        make: Make,
+        finish: Callable[[], object],
+        groups: Iterable[Group],
+        links: HostLinks,
+        executor: Executor,
+    ) -> None:
         own = executor.parameters_of_one_stage
-        self._make, self._finish, self._executor = make, finish, executor
+        self._make, self._finish, self._links, self._executor = make, finish, links, executor
         self._groups = {id(each): group for group in groups for each in group["params"] if id(each) in own}
         self._mini_batches = 0
         self._is_open = True
         self.made: set[int] = set()
         self._used: list[tuple[Tensor, Tensor, int]] = []  # parameter, gradient and its version
-        self._links: list[HostLink] = []
         self._jobs: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, "pipework steps", _begin_thread, (torch.get_num_threads(),))
 
@@ -88,7 +94,7 @@ class EarlySteps:
                 )
             raise
         finally:  # a loss that somebody keeps refers to this
-            self._used, self._jobs, self._links = [], [], []
+            self._used, self._jobs = [], []
 
     def begin(self, *, grad: bool) -> None:
         """Called before each mini-batch of the pipe."""
@@ -120,14 +126,13 @@ class EarlySteps:
             self._jobs.append(self._thread.submit(self._make_all, work, device.device, ready))
 
     def _make_all(self, work: list[Work], device: torch.device, ready: torch.Event | None) -> None:
-        link = HostLink(device, ready)
-        self._links.append(link)
-        self._make(work, {device: link}, self.made)
+        self._links[device].begin(ready)
+        self._make(work, self.made)
 
     def _end(self, *, cancel: bool = False) -> None:
         self._executor.early, self._is_open = None, False
         self._thread.shutdown(cancel_futures=cancel)
-        for link in self._links:
+        for link in self._links.values():
             link.end()
 
     def _refuse_other_gradients(self) -> None:
@@ -137,8 +142,8 @@ class EarlySteps:
                 f"{len(wrong)} parameters were stepped in the backward, such as one of shape {tuple(wrong[0].shape)}, "
                 "and then got another .grad: the loss had no backward, or one with a factor or retain_graph=True; or "
                 "they are used outside of the pipe, too; or gradients were clipped, unscaled, set to None, or changed "
-                "by the optimizer or a wrapper such as DistributedDataParallel. Leave this out, or call loss.backward() "
-                "and then optimizer.step()"
+                "by the optimizer or a wrapper such as DistributedDataParallel. Leave this out, or call "
+                "loss.backward() and then optimizer.step()"
             )
 
 

@@ -39,20 +39,34 @@ def fetched(
         yield ahead.popleft()
 
 
+class HostLinks(dict[torch.device, "HostLink"]):
+    """The link of each device, which keeps its streams: all users of a device share a pool of 32."""
+
+    def __missing__(self, device: torch.device) -> HostLink:
+        return self.setdefault(device, HostLink(device))
+
+
 class HostLink:
     """Copies between a device and pinned host memory; on the CPU there is nothing to copy.
 
     Args:
         device: of the parameters.
-        ready: after it the gradients are there, and nothing reads the parameters any more; None: after what the current
-            stream has been given.
     """
 
-    def __init__(self, device: torch.device, ready: torch.Event | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._copies = is_accelerator(device)
         if self._copies:
             self._down, self._up = torch.Stream(device), torch.Stream(device)
-            self._down.wait_event(ready or torch.accelerator.current_stream(device).record_event())
+
+    def begin(self, ready: torch.Event | None = None) -> None:
+        """Copies to the host wait for an event; None: for what the current stream has been given.
+
+        Args:
+            ready: after it the gradients are there, and nothing reads the parameters any more.
+        """
+        if self._copies:
+            event = ready or torch.accelerator.current_stream(self._down.device).record_event()
+            self._down.wait_event(event)
 
     def fetch(self, parameter: Tensor, gradient: Tensor) -> tuple[Tensor, torch.Event | None]:
         """Starts to copy a parameter and its gradient to the host."""

@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from pipework.runtime.early_steps import EarlySteps
-from pipework.runtime.host_link import HostLink, fetched
+from pipework.runtime.host_link import HostLinks, fetched
 from pipework.values.dtensor import is_dtensor
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class HostOptimizer(Optimizer):
 
     def _begin(self, params: Any, optimizer_class: Callable[..., Optimizer], options: dict[str, Any]) -> None:
         super().__init__(params, {})
+        self._links = HostLinks()
         self.optim = optimizer_class([_without_memory(group) for group in self.param_groups], **options)
         self.defaults = self.optim.defaults
         self._take_over()
@@ -88,6 +89,11 @@ class HostOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has."""
         return {**super().__getstate__(), "optim": self.optim}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `__getstate__`."""
+        super().__setstate__(state)
+        self._links = HostLinks()
 
     def add_param_group(self, param_group: Group) -> None:
         """See `torch.optim.Optimizer`."""
@@ -142,12 +148,13 @@ class HostOptimizer(Optimizer):
                     in_turns.append((copied[parameter.device], (group, parameter, parameter.grad)))
                     copied[parameter.device] += parameter.nbytes
         in_turns.sort(key=itemgetter(0))
-        links = {device: HostLink(device) for device in copied}
+        for device in copied:
+            self._links[device].begin()
         try:
-            self._make([work for _, work in in_turns], links, made)
+            self._make([work for _, work in in_turns], made)
         finally:
-            for link in links.values():
-                link.end()
+            for device in copied:
+                self._links[device].end()
         return loss
 
     def register_step_pre_hook(self, hook: Any) -> Any:
@@ -211,7 +218,7 @@ class HostOptimizer(Optimizer):
         if self._early is not None or executor.early is not None:
             raise RuntimeError("contexts of step_in_backward are one in another: leave one of them out")
         groups = [] if self._has_hooks else self.param_groups
-        self._early = EarlySteps(self._make, self.step, groups, executor)
+        self._early = EarlySteps(self._make, self.step, groups, self._links, executor)
         try:
             with self._early.during():
                 yield
@@ -219,10 +226,10 @@ class HostOptimizer(Optimizer):
             self._early = None
 
     @torch.no_grad()
-    def _make(self, work: list[Work], links: dict[torch.device, HostLink], made: set[int]) -> None:
+    def _make(self, work: list[Work], made: set[int]) -> None:
         """Makes the steps of some parameters, in this order, and adds the ids of those that it has changed."""
         try:
-            for (group, parameter, _), link, on_host, arrived in fetched(work, links):
+            for (group, parameter, _), link, on_host, arrived in fetched(work, self._links):
                 if arrived is not None:
                     arrived.synchronize()
                 state = defaultdict(dict, {on_host: self.state[parameter]} if parameter in self.state else {})

@@ -43,7 +43,9 @@ REPLACED = {
     # The buffers are free when the L starts, and not when it has ended.
     "self._coming[action[2]] = (stored, event)": "self._coming[action[2]] = (None, event)",
     # A step begins when the worker has launched the gradients, and not when they are there.
-    "link = HostLink(device, ready)": "link = HostLink(device)",
+    "event = ready or torch.accelerator.current_stream(self._down.device).record_event()": (
+        "event = torch.accelerator.current_stream(self._down.device).record_event()"
+    ),
 }
 ENTERED = {"stream", "hold", "self._hold"}  # other contexts have nothing to do with devices
 FOLDERS = ("autograd", "model", "runtime")
