@@ -197,10 +197,11 @@ class MutableBuffers:
 
     @torch.no_grad()
     def restore(self, before: Snapshot) -> None:
-        """After forwards that count for nothing: buffers have the values of a snapshot, and stay the same objects."""
+        """After forwards that count for nothing: buffers are as in a snapshot, and the same objects if shapes are equal."""
         for slot, clone in before.clones:
-            present = slot.buffers.get(slot.name)
-            slot.buffers[slot.name] = clone if present is None or clone is None else present.copy_(clone)
+            now = slot.buffers.get(slot.name)
+            is_alike = now is not None and clone is not None and (now.shape, now.dtype) == (clone.shape, clone.dtype)
+            slot.buffers[slot.name] = now.copy_(clone) if is_alike else clone  # type: ignore[union-attr, arg-type]
 
     def _slots(self) -> Iterator[Slot]:
         """The slots of all present buffers, each once."""

@@ -45,6 +45,17 @@ def test_the_second_pass_finds_what_the_first_found_and_leaves_no_trace() -> Non
         assert all(map(torch.equal, layer.state_dict().values(), after.values()))
 
 
+@pytest.mark.parametrize("now", [torch.ones(3), torch.ones(2).double(), torch.ones(2), None])
+def test_restored_buffers_have_their_shape_and_type_again(now: Tensor | None) -> None:
+    layer = Counter()
+    buffers = MutableBuffers([layer])
+    before = buffers.snapshot()
+    layer.in_place = now
+    buffers.restore(before)
+    assert layer.in_place.dtype is torch.float32
+    assert torch.equal(layer.in_place, torch.zeros(2))
+
+
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, Counter, "momentum=None", "spectral_norm", "used twice in one stage"])
 def test_buffers_count_every_micro_batch_once(checkpoint: str, norm: object) -> None:
