@@ -144,7 +144,7 @@ class Engine:
         How much a worker needs is known when its first micro-batch goes to the host, and layers have run before.
         """
         workers = [each for number, each in self.devices.items() if program.away_at_once[number]]
-        if all(each.host_memory.reserved for each in workers):
+        if all(each.host_memory.asked for each in workers):
             yield
             return
         with self.lock:
@@ -156,6 +156,8 @@ class Engine:
             torch.set_rng_state(state)
             for buffers, snapshot in before:
                 buffers.restore(snapshot)
+            for each in workers:  # one O may have moved nothing, and the next one have found too little
+                each.host_memory.asked = False
             raise
 
     def link(self, source: int, destination: int) -> Link | None:

@@ -52,6 +52,7 @@ class HostMemory:
     Attributes:
         out: the stream of copies to the host; None: there are no streams.
         back: that of copies to the device.
+        asked: whether there was an O that found enough memory, also for nothing.
     """
 
     def __init__(self, device: torch.device, compute: torch.Stream | None, account: HostAccount) -> None:
@@ -63,6 +64,7 @@ class HostMemory:
         self.back = None if compute is None else torch.Stream(device)
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._leaving: tuple[Tensor, ...] = ()
+        self.asked = False
 
     @property
     def leaving(self) -> int:
@@ -91,7 +93,7 @@ class HostMemory:
         if not self._free and self._host == "cpu":
             self._account.claim(self._name, at_once * sum(buffer_sizes(sizes)))
         stored = Stored(self, sizes)
-        self._leaving = sources
+        self._leaving, self.asked = sources, True
         if self._compute is not None and self.out is not None:
             self.out.wait_event(self._compute.record_event())  # 1
         with self.out or contextlib.nullcontext():
