@@ -126,7 +126,11 @@ class SavedTensors:
 
     def memory_of(self, storage: torch.UntypedStorage) -> Memory:
         """The memory of a tensor that can be moved, see `movable`."""
-        return self._memories.setdefault(torch_private.storage_key(storage), Memory(storage))
+        key = torch_private.storage_key(storage)
+        found = self._memories.get(key)
+        if found is None:
+            found = self._memories[key] = Memory(storage)
+        return found
 
     def moving(self) -> list[Memory]:
         """2: the memories that an O moves, when the forward is over: those that nothing but graphs uses.
