@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections import Counter, defaultdict
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from pipework import torch_private
 from pipework.runtime.early_steps import EarlySteps
 from pipework.runtime.host_link import HostLinks, fetched
 from pipework.values.dtensor import is_dtensor
@@ -65,6 +67,7 @@ class HostOptimizer(Optimizer):
     """
 
     _early: EarlySteps | None = None
+    _stepped: tuple[tuple[Tensor, weakref.ref[Tensor], int], ...] = ()  # by the latest context: gradients, and versions
     _has_hooks = False
 
     def __init__(self, params: Any, optimizer_class: Any = None, **options: Any) -> None:
@@ -139,6 +142,14 @@ class HostOptimizer(Optimizer):
         if self._early is not None:
             self._early.refuse_step_inside()
             made = self._early.made
+        elif any(
+            each.grad is not None and each.grad is used() and torch_private.version(each.grad) == version
+            for each, used, version in self._stepped
+        ):
+            raise RuntimeError(
+                "optimizer.step() was called with gradients whose steps step_in_backward(pipe) has made already: leave "
+                "step() out after the block, and call zero_grad() before the next mini-batch"
+            )
         # In turns from all devices, as many bytes from each, so that every link is busy.
         copied: Counter[torch.device] = Counter()
         in_turns: list[tuple[int, Work]] = []
@@ -187,10 +198,11 @@ class HostOptimizer(Optimizer):
 
         Raises:
             TypeError: it is no pipe.
-            ValueError: it has a gradient scaler.
+            ValueError: it has a gradient scaler, or no parameter of this optimizer.
             RuntimeError: a parameter was stepped early, and then got another gradient, as from a regularisation in the
-                loss, or none; the pipe was called again after a step; or `step()` was called inside. This, and an error
-                of the backward or of a step, has a note if parameters have been stepped: load the last checkpoint then.
+                loss, or none; the pipe was called again after a step; an option such as the learning rate was changed;
+                or `step()` was called inside. This, and an error of the backward or of a step, has a note if parameters
+                have been stepped: load the last checkpoint then.
 
         Example:
             >>> from torch import nn
@@ -216,14 +228,37 @@ class HostOptimizer(Optimizer):
                 "scaler.scale(loss).backward() and scaler.step(optimizer) without step_in_backward"
             )
         if self._early is not None or executor.early is not None:
-            raise RuntimeError("contexts of step_in_backward are one in another: leave one of them out")
+            raise RuntimeError(
+                "contexts of step_in_backward are one in another: give one HostOptimizer all parameters of a pipe, in "
+                "groups, and open one context"
+            )
+        own = {id(parameter) for parameter in pipe.parameters()}
+        if not any(id(parameter) in own for parameter in _parameters(self.param_groups)):
+            raise ValueError(
+                "the optimizer has no parameter of this pipe, which would not be trained: make it for this pipe, "
+                "HostOptimizer(pipe.parameters(), ...)"
+            )
         groups = [] if self._has_hooks else self.param_groups
         self._early = EarlySteps(self._make, self.step, groups, self._links, executor)
         try:
+            options = self._options()
             with self._early.during():
                 yield
+                if self._options() != options:
+                    raise RuntimeError(
+                        "an option such as the learning rate was changed inside of step_in_backward(pipe), where some "
+                        "steps have the old one: change it after the block"
+                    )
+            self._stepped = tuple(
+                (each, weakref.ref(each.grad), torch_private.version(each.grad))
+                for each in _parameters(self.param_groups)
+                if each.grad is not None
+            )
         finally:
             self._early = None
+
+    def _options(self) -> list[Group]:
+        return [{key: each for key, each in group.items() if key != "params"} for group in self.param_groups]
 
     @torch.no_grad()
     def _make(self, work: list[Work], made: set[int]) -> None:

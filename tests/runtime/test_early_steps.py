@@ -313,6 +313,9 @@ def test_wrong_uses_are_refused() -> None:
     scaled = make_pipe(grad_scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="the pipe has a grad_scaler"), optimizer.step_in_backward(scaled):
         pass
+    strange = make_optimizer(layers().parameters())
+    with pytest.raises(ValueError, match="has no parameter of this pipe"), strange.step_in_backward(pipe):
+        pass
     other = make_optimizer(pipe.parameters())
     for again in (optimizer, other):
         with (
@@ -329,6 +332,24 @@ def test_wrong_uses_are_refused() -> None:
     ):
         two_backwards(pipe)
     assert "have been stepped" in error.value.__notes__[0]
+    pipe.zero_grad()
+    with pytest.raises(RuntimeError, match="the learning rate was changed inside"), optimizer.step_in_backward(pipe):
+        optimizer.param_groups[0]["lr"] *= 0.1
+
+
+def test_gradients_are_not_stepped_again_after_the_context() -> None:
+    pipe = make_pipe()
+    optimizer = make_optimizer(pipe.parameters())
+    with optimizer.step_in_backward(pipe):
+        backward(pipe, 0)
+    with pytest.raises(RuntimeError, match=r"leave step\(\) out after the block"):
+        optimizer.step()
+    kept = [each.grad for each in pipe.parameters()]
+    pipe.zero_grad()
+    backward(pipe, 1)
+    optimizer.step()
+    assert len(kept) == len([*pipe.parameters()])
+    assert {int(each["step"]) for each in optimizer.state.values()} == {2}
 
 
 def test_a_backward_outside_of_the_context_steps_nothing() -> None:
