@@ -197,7 +197,7 @@ class MutableBuffers:
 
     @torch.no_grad()
     def restore(self, before: Snapshot) -> None:
-        """After forwards that count for nothing: buffers are as in a snapshot, and the same objects if shapes are equal."""
+        """After forwards that count for nothing: buffers are as in a snapshot, the same objects if shapes are equal."""
         for slot, clone in before.clones:
             now = slot.buffers.get(slot.name)
             is_alike = now is not None and clone is not None and (now.shape, now.dtype) == (clone.shape, clone.dtype)
