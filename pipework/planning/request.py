@@ -33,7 +33,7 @@ class PlanRequest:
         optimizer: the numbers that the optimizer keeps for each trained parameter, such as 2 for Adam.
         schedules: names that may be chosen; None: all.
         keeps_order: whether worker 0 has the first device, and so on.
-        offload: whether activations may go to host memory.
+        offload: whether activations may go to host memory; None: yes, without a note where its speed is not known.
         host_memory: the bytes that they may take there; infinity: no limit.
     """
 
@@ -45,7 +45,7 @@ class PlanRequest:
     optimizer: float = 2.0
     schedules: tuple[str, ...] | None = None
     keeps_order: bool = False
-    offload: bool = True
+    offload: bool | None = None
     host_memory: float = inf
     _sums: dict[int, StageSums] = field(default_factory=dict, repr=False, compare=False)
 
@@ -64,7 +64,7 @@ class PlanRequest:
     @property
     def may_offload(self) -> bool:
         """Whether candidates with activations in host memory are tried: their times must be known."""
-        return self.offload and all(self.profile.kinds[kind].host is not None for kind in self.kinds)
+        return self.offload is not False and all(self.profile.kinds[kind].host is not None for kind in self.kinds)
 
     @property
     def sharing(self) -> dict[str, int]:
@@ -82,7 +82,7 @@ def make_request(
     chunks: int | Sequence[int] | None = None,
     optimizer: float = 2.0,
     schedules: Sequence[str] | None = None,
-    offload: bool = True,
+    offload: bool | None = None,
 ) -> PlanRequest:
     """Check what is asked for.
 
@@ -188,10 +188,10 @@ def check_options(
     if isinstance(optimizer, bool) or not isinstance(optimizer, int | float) or not 0 <= optimizer < inf:
         raise ValueError(
             f"optimizer is {optimizer!r}: wanted a number of at least 0, those that it keeps for each parameter, such "
-            "as 2 for Adam"
+            "as 2 for Adam, or 0 for a HostOptimizer of accelerators, which keeps them in host memory"
         )
-    if not isinstance(offload, bool):
-        raise TypeError(f"offload is {offload!r}: wanted True, if activations may go to host memory, or False")
+    if not isinstance(offload, bool | None):
+        raise TypeError(f"offload is {offload!r}: wanted True, if activations may go to host memory, False or None")
     sizes = memory if isinstance(memory, Mapping) else {None: memory}
     for name, size in sizes.items():
         if name is not None and name not in names:

@@ -144,6 +144,11 @@ def best_plans(request: PlanRequest, budget: Budget, report: Callable[[str], Non
         for name, limit in dict(zip(request.devices, request.limits, strict=True)).items()
         if limit < inf and (count := request.sharing[name]) > 1
     ]
+    if request.offload and not request.may_offload:
+        notes.append(
+            "offload=True changes nothing: no speed of the link to host memory is known; it is measured on "
+            "accelerators, and rates=Rates(..., host_bytes_per_second=...) of pipework.planning.profile gives it"
+        )
     return [each.plan(seconds_of, notes=notes) for each in (found, *near[:others])]
 
 
@@ -174,11 +179,14 @@ def no_plan_fits(request: PlanRequest, devices: Sequence[str], workers: Sequence
     wanted: Any = {name: memory_size(size) for name, size in sizes.items()}
     if len({limit * sharing[name] for name, limit in limits.items()}) == 1:  # one limit for all was given
         wanted = memory_size(max(sizes.values()))
+    shared = f", its part of {device}, which {sharing[device]} workers share" if sharing[device] > 1 else ""
+    may_leave = request.optimizer and device != "cpu"  # whose memory is the host's
+    away = "keep the optimizer's numbers on the host (HostOptimizer, optimizer=0), " if may_leave else ""
     return ValueError(
         f"no plan fits: in the best that was found, worker {worst} ({device}) needs {memory_text(needs, 'bytes')} and "
-        f"may hold {memory_text(limit, 'bytes')} ({needs / limit - 1:.2%} too much); it fits with memory={wanted!r}; "
-        "raise the limits, search longer, use more devices, cut layers finer, or make micro-batches smaller (more "
-        "chunks)"
+        f"may hold {memory_text(limit, 'bytes')}{shared} ({needs / limit - 1:.2%} too much); it fits with "
+        f"memory={wanted!r}; raise the limits, {away}search longer, use more devices, cut layers finer, or make "
+        "micro-batches smaller (more chunks)"
     )
 
 

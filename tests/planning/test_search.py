@@ -102,6 +102,15 @@ def test_activations_go_to_the_host_where_memory_lacks_and_the_link_is_fast(
         assert "of 8" in first
 
 
+def test_that_offloading_is_asked_for_without_a_link_is_noted() -> None:
+    def noted(link: float | None, **options: Any) -> bool:
+        return "offload=True changes nothing" in str(planned(over_a_link(link), ["device"] * 4, chunks=8, **options))
+
+    assert [noted(None, offload=True), noted(None), noted(None, offload=False), noted(1e9, offload=True)] == [
+        *(True, False, False, False)
+    ]
+
+
 def test_host_memory_that_is_too_small_is_named() -> None:
     profile = over_a_link(1e9)
     request = replace(make_request(profile, ["device"] * 4, 1520, chunks=8, schedules=["1f1b"]), host_memory=10)
@@ -230,7 +239,7 @@ def named_limits(text: str) -> Any:
         (TWO_KINDS, ["a", "b"], {"a": 2000, "b": 1300}, "memory={'a': .*, 'b': "),
         (TWO_KINDS, ["a", "b", "b"], 600, ""),
         (TWO_KINDS, ["b", "b"], {"b": 100}, "memory='"),  # both devices are alike: a number
-        (SHARED, ["cpu", "cpu"], 2000, r"memory='3.\d+KiB'"),
+        (SHARED, ["cpu", "cpu"], 2000, r"may hold .*, its part of cpu, which 2 workers share .*memory='3.\d+KiB'"),
         (SHARED, ["cpu", "cpu", "device"], {"cpu": 500, "device": 700}, ""),
     ],
 )

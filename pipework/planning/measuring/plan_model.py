@@ -74,7 +74,7 @@ def plan(
     chunks: int | Sequence[int] | None = None,
     optimizer: float = 2.0,
     schedules: Sequence[str] | None = None,
-    offload: bool = True,
+    offload: bool | None = None,
     seconds: float | None = 30.0,
     iterations: int | None = None,
     keywords: Mapping[str, Any] | None = None,
@@ -102,10 +102,11 @@ def plan(
             accelerators have. It is not that of a worker: several CPU workers share the CPU's evenly.
         batch: the rows of a mini-batch; None: those of the sample.
         chunks: the number of micro-batches, or several to choose from; None: the planner's choice.
-        optimizer: how many numbers it keeps for each trained parameter: 2 for Adam, 0 for plain SGD.
+        optimizer: how many numbers it keeps for each trained parameter: 2 for Adam, 0 for plain SGD, and for a
+            `HostOptimizer` of accelerators.
         schedules: names that may be chosen; None: all.
         offload: whether activations may go to host memory where that of devices is too small, if the link is known: it
-            is measured on accelerators, and `Rates` may have it.
+            is measured on accelerators, and `Rates` may have it. None: they may; True: a note says if it is not known.
         seconds: for measuring layers, the search, and trying steps. All layers run a few times, and the best plan some
             steps, however long that takes. Where memory is limited, given or known, there is another search if the
             stages turn out to need more than their layers.
