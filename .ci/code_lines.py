@@ -19,7 +19,7 @@ PACKAGE = {
     "distributed": 3_260,
     "integrations": 920,
     "model": 3_920,
-    "planning": 2_899,
+    "planning": 2_910,
     "runtime": 4_719,
     "saving": 1_192,
     "schedule": 2_994,
@@ -28,8 +28,8 @@ PACKAGE = {
     "timeline": 265,
     "values": 610,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_845, 270
-TEST_LINES = 39_549
+PACKAGE_LINES, PACKAGE_FILES = 26_856, 270
+TEST_LINES = 39_557
 DOC_WORDS = 44_683
 
 NO_CODE = {

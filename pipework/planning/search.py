@@ -298,7 +298,7 @@ class Search:
             for start in turn:
                 if self._winner is not None and (self._share() > until or (until > 0.4 and self._winner.fits)):
                     break
-                if _key(start) not in self._best:
+                if _key(start) not in self._best and not self._holds_too_much(start):
                     for each in self._fitted(start):
                         self._take(each)
             self._grow(grown)
@@ -315,6 +315,15 @@ class Search:
     def best(self) -> list[Candidate]:
         """The best candidates of each schedule, order of devices, placement and number of micro-batches, best first."""
         return sorted(self._best.values(), key=lambda each: each.rank)
+
+    def _holds_too_much(self, start: Candidate) -> bool:
+        """Whether it has not fitted with more micro-batches, which are smaller."""
+        shape = start.schedule, start.order, start.placement
+        alike = [each for each in self._best.values() if (each.schedule, each.order, each.placement) == shape]
+        return (
+            max({each.chunks for each in alike} - {each.chunks for each in alike if each.fits}, default=0)
+            > start.chunks
+        )
 
     def _share(self) -> float:
         """How much of the budget is used, from 0 to 1 and more."""
@@ -453,10 +462,14 @@ class Search:
         Args:
             until: the share of the budget at which to stop.
         """
-        best: dict[str, Candidate] = {}  # of each schedule
+        best: dict[object, Candidate] = {}  # of each schedule
+        other: dict[object, Candidate] = {}  # of each number of micro-batches: what does not fit may with more stages
         for each in self.best():
-            best.setdefault(str(each.schedule), each)
-        for name, start in list(best.items())[:_BEST]:
+            best.setdefault(each.schedule, each)
+            other.setdefault((each.schedule, each.chunks), each)
+        others = [each for each in other.values() if each is not best[each.schedule]]
+        for start in (*list(best.values())[:_BEST], *others[:_BEST]):
+            name = str(start.schedule)
             if not SCHEDULES[name].any_stages_per_worker:
                 continue
             # With activations in host memory, and without: the slower one may be the faster one with more stages.

@@ -13,7 +13,7 @@ from pipework.planning.layer_costs import DeviceKind, LayerSeconds, LinkSpeed, S
 from pipework.planning.plan import Plan
 from pipework.planning.profiles import Profile
 from pipework.planning.request import make_request
-from pipework.planning.search import Budget, best_plans, no_plan_fits, orders, plan_profile
+from pipework.planning.search import Budget, Search, best_plans, no_plan_fits, orders, plan_profile
 from pipework.schedule import SCHEDULES, from_csv, validate
 from pipework.schedule.analysis.memory import SLACK
 from pipework.schedule.edges import offloaded, recomputed
@@ -109,6 +109,16 @@ def test_that_offloading_is_asked_for_without_a_link_is_noted() -> None:
     assert [noted(None, offload=True), noted(None), noted(None, offload=False), noted(1e9, offload=True)] == [
         *(True, False, False, False)
     ]
+
+
+@pytest.mark.parametrize("link", [None, 1e9])
+def test_fewer_micro_batches_are_not_tried_where_more_have_not_fitted(link: float | None) -> None:
+    profile = replace(over_a_link(link), batch=64)
+    request = make_request(profile, ["device"] * 2, 2800, schedules=["1f1b"], chunks=[2, 4, 8, 16, 32])
+    search = Search(request, Budget(iterations=200), print)
+    found = search.run()
+    assert found.fits
+    assert {each.chunks for each in search.best()} == {8, 16, 32}
 
 
 def test_host_memory_that_is_too_small_is_named() -> None:
