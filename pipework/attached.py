@@ -340,7 +340,7 @@ def _check_rows(
         rows = single_rows(sample)
     else:
         kind, given = "micro-batch", arguments_of(sample)
-        target = None if place is None else forward.argument_of(given, str(forward.target))
+        target = None if place is None else forward.by_name(*given).get(str(forward.target))
         rows = [(tuple(inputs), dict(named)) for inputs, named, _ in settings.split(*given, target, 2)]
     weighed = None
     if place is not None:

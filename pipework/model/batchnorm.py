@@ -168,9 +168,10 @@ class DeferredBatchNorm(BatchNorm):
 
     def begin_mini_batch(self) -> None:
         """Discards the statistics of a mini-batch that failed. Until `commit`, forwards do not update by themselves."""
-        self._discard(is_managed=True)
+        self.discard(is_managed=True)
 
-    def _discard(self, *, is_managed: bool) -> None:
+    def discard(self, *, is_managed: bool) -> None:
+        """Discards the collected statistics; forwards update by themselves from now on, unless that is managed."""
         with self._collected.lock:
             self._collected.moments.clear()
             self._collected.is_managed = is_managed
@@ -372,4 +373,4 @@ class DeferredBatchNorms:
                         layer.commit()
             finally:
                 for layer in self.layers:
-                    layer._discard(is_managed=False)
+                    layer.discard(is_managed=False)

@@ -106,9 +106,9 @@ class EarlySteps:
 
     def complete(self, run: StageRun) -> None:
         """Called by a worker after the last action of a stage: its gradients are there, and nobody reads parameters."""
-        # The gradients of several mini-batches are added up; what has the memory of a parameter may still be read.
-        is_sent = not run.in_place.sent.isdisjoint(map(torch_private.memory_key, run.aliases.leaves))
-        if not self._is_open or self._mini_batches > 1 or is_sent:
+        if not self._is_open or self._mini_batches > 1:  # the gradients of several mini-batches are added up
+            return
+        if not run.in_place.sent.isdisjoint(map(torch_private.memory_key, run.aliases.leaves)):  # may still be read
             return
         device = run.stage.device
         work: list[Work] = [

@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pipework.distributed.health import status
@@ -225,7 +225,7 @@ class HealthMonitor:
         return self._as_error(self.failure, self.failure.text)
 
     def _as_error(self, failure: PeerFailure, text: str) -> PipelineError:
-        return PipelineError(**{**asdict(failure), "text": text}, own=failure.rank == self._rank)
+        return PipelineError(**asdict(replace(failure, text=text)), own=failure.rank == self._rank)
 
     def wait_for_failure(self, seconds: float) -> PeerFailure | None:
         """Waits until another rank has failed.

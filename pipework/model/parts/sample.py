@@ -187,10 +187,6 @@ class ForwardArguments:
                 named.update(named.pop(parameter.name, {}))
         return named
 
-    def argument_of(self, given: Arguments, name: str) -> Any:
-        """One of them; None: it is not given."""
-        return self.by_name(*given).get(name)
-
     def with_arguments(self, given: Arguments, values: Mapping[str, Any]) -> Arguments:
         """The arguments with other values, or more of them."""
         arguments, keywords = given
