@@ -166,7 +166,7 @@ class Crew:
         self._job.end()
 
     def run(self, body: Callable[..., Any], patience: float, arguments: dict[str, Any]) -> list[Any]:
-        """What the body returns on each rank. Where it fails on one of them, all ranks end."""
+        """What the body returns on each rank. All ranks end where it fails on one of them or has ended groups."""
         task = json.dumps([body.__code__.co_filename, body.__name__, arguments])
         number, store = next(self._numbers), self._job.store
         store.set(f"task {number}", task)
@@ -182,15 +182,17 @@ class Crew:
             if not self.is_there:
                 deadline = min(deadline, time.monotonic() + AFTER_FAILURE)
             time.sleep(0.005)
-        if len(answers) < len(ranks) or any(error for _, error in answers.values()):
+        if len(answers) < len(ranks) or any(error for _, error, _ in answers.values()):
             ended = self._job.ended(patience=1.0)
             # Who does not answer has only waited for who failed.
             # What was logged may say why: between calls, a failure of another rank breaks the groups of this one.
             told = [f"rank {rank}:\n{error}{ended[rank].errors[-1500:]}"
-                    for rank, (_, error) in answers.items() if error]  # fmt: skip
+                    for rank, (_, error, _) in answers.items() if error]  # fmt: skip
             told += [f"rank {rank} ({ended[rank].code}) did not answer:\n{ended[rank].errors[-5000:]}"
                      for rank in ranks if rank not in answers]  # fmt: skip
             pytest.fail("\n".join(told), pytrace=False)
+        if any(groups_ended for _, _, groups_ended in answers.values()):
+            self.end()
         return [answers[rank][0] for rank in ranks]
 
 

@@ -85,9 +85,21 @@ def function_of(path: str, name: str) -> Callable[..., Any]:
 
 
 def serve(mesh: Mesh) -> None:
-    """Runs the functions that the process of the tests names in the store, one after the other, until one fails."""
+    """Runs the functions that the process of the tests names in the store, one after the other, until one fails.
+
+    An answer says whether groups of layers were ended, as after a failure on a busy machine. The process has no use any
+    more then: PyTorch gives DTensors over a new mesh the groups of an equal one that it has seen before.
+    """
     address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     store = TCPStore(address, int(port), None, False, timedelta(hours=5), wait_for_workers=False)
+    ended: list[Mesh] = []
+    ends = Mesh.break_layer_groups
+
+    def note_end(mesh: Mesh) -> None:
+        ended.append(mesh)
+        ends(mesh)
+
+    Mesh.break_layer_groups = note_end  # type: ignore[method-assign]
     for number in itertools.count():
         path, name, arguments = json.loads(store.get(f"task {number}"))
         result = error = None
@@ -95,7 +107,7 @@ def serve(mesh: Mesh) -> None:
             result = _run(function_of(path, name), mesh, arguments)
         except BaseException:
             error = traceback.format_exc()
-        store.set(f"answer {number} {rank}", json.dumps([result, error]))
+        store.set(f"answer {number} {rank}", json.dumps([result, error, bool(ended)]))
         if error is not None:
             raise SystemExit(1)
         gc.collect()

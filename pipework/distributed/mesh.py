@@ -257,8 +257,8 @@ class Mesh:
         if _BROKEN in vars(self.device_mesh):
             raise RuntimeError(
                 "a pipe over this mesh has failed while its layers waited in a collective, which had to be ended, and "
-                "so the groups of the mesh cannot be used any more: make a new mesh and shard new layers over it, "
-                "init_device_mesh(...), or start the processes again from the last checkpoint"
+                "so the groups of the mesh cannot be used any more, nor those of a new mesh of the same dimensions, "
+                "as DTensors keep the former ones: start the processes again from the last checkpoint"
             )
 
     @property
