@@ -70,10 +70,13 @@ class Settings(LossSettings):
                     "checkpoint= out, or R out of the schedule"
                 )
             object.__setattr__(self, "checkpoint", AS_SCHEDULED)
-        names = frozenset([self.debug] if isinstance(self.debug, str) else self.debug)
+        wanted: Any = self.debug
+        names = frozenset([wanted] if isinstance(wanted, str) or not isinstance(wanted, Iterable) else wanted)
         for name in names - {CHECK_FINITE, ONE_THREAD}:
             raise ValueError(f"debug is one or several of 'check_finite' and 'one_thread': got {name!r}")
         object.__setattr__(self, "debug", names)
+        if self.split is not None and not callable(self.split):
+            raise TypeError(f"split is {self.split!r}: wanted a function that cuts a mini-batch, or None")
         asked: Any = self.graphs
         for name in [asked] if isinstance(asked, str) or not isinstance(asked, Iterable) else asked:
             if not isinstance(name, bool) and name not in ("auto", "hooks"):

@@ -45,7 +45,7 @@ CHUNKS = "^number of chunks must be positive integer, got "
 MODE = r"^checkpoint is not one of 'always', 'except_last', or 'never': got "
 SEQUENTIAL = r"^module must be nn\.Sequential to be partitioned, got \w+: write"
 FEW = r"^too few devices to hold given partitions \(devices: 1, partitions: 2\): give 2 devices"
-DEBUG = "debug is one or several of 'check_finite' and 'one_thread': got 'finite'"
+DEBUG = "debug is one or several of 'check_finite' and 'one_thread': got "
 REFUSED = [
     *[({"chunks": n}, ValueError, rf"{CHUNKS}{n!r}$") for n in (0, -1, 1.5, "4", None, True)],
     *[({"checkpoint": mode}, ValueError, MODE) for mode in ("INVALID", None, True, "")],
@@ -57,7 +57,9 @@ REFUSED = [
     ],
     ({"module": with_own(OWN[0])}, TypeError, "has a forward of its own, which a pipe of its layers would leave out"),
     ({"balance": [2, 2], "devices": ["cpu"]}, IndexError, FEW),
-    ({"debug": ["one_thread", "finite"]}, ValueError, DEBUG),
+    ({"debug": ["one_thread", "finite"]}, ValueError, f"{DEBUG}'finite'"),
+    ({"debug": None}, ValueError, f"{DEBUG}None"),
+    ({"split": "rows"}, TypeError, "split is 'rows': wanted a function that cuts a mini-batch, or None"),
 ]
 
 

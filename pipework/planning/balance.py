@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pipework.assignment.minimax import check_partitions, minimax_on_devices, minimax_partition
 from pipework.assignment.partition import Machine, checked_devices, too_few_devices
@@ -16,7 +17,7 @@ from pipework.planning.measuring.profile import profile
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from pipework.model.sequential import Device
     from pipework.planning.profiles import Profile
@@ -51,6 +52,7 @@ def balance_by_time(
         The number of layers of each partition; the largest time is as small as possible.
 
     Raises:
+        TypeError: The module is no ``nn.Sequential``.
         ValueError: The number of partitions is out of range, or a parameter has a gradient, which suggests that
             training is under way: balance before it, or call ``module.zero_grad()``. Or both ``device`` and
             ``devices`` are given.
@@ -61,7 +63,7 @@ def balance_by_time(
         >>> sum(balance_by_time(2, module, torch.zeros(4, 8), timeout=0.01, devices=["cpu", "cpu"]))
         4
     """
-    check_partitions(partitions, len(module))
+    check_partitions(partitions, _layers_of(module))
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             raise ValueError(f"some parameter already has gradient: {name!r}; call zero_grad() on the module first")
@@ -107,6 +109,7 @@ def balance_by_size(
         The number of layers of each partition; the largest size is as small as possible.
 
     Raises:
+        TypeError: The module is no ``nn.Sequential``.
         ValueError: The number of partitions or of chunks, or the scale, is out of range.
 
     Example:
@@ -114,7 +117,7 @@ def balance_by_size(
         >>> balance_by_size(2, module, torch.zeros(4, 8), device="meta")
         [3, 1]
     """
-    check_partitions(partitions, len(module))
+    check_partitions(partitions, _layers_of(module))
     if chunks < 1:
         raise ValueError(f"chunks must be at least 1, got {chunks}")
     if param_scale < 0:
@@ -126,6 +129,15 @@ def balance_by_size(
     ]
     sizes[0] += found.bytes[0][0].input  # that of a later layer is made by the layer before
     return minimax_partition(sizes, partitions)
+
+
+def _layers_of(module: Any) -> int:
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"module is {type(module).__name__}: wanted an nn.Sequential, after the number of partitions, as in "
+            "balance_by_time(2, module, sample)"
+        )
+    return len(module)
 
 
 def _measuring_device(device: Device | None) -> torch.device:

@@ -129,7 +129,7 @@ def test_a_scaler_and_a_scale(way: Any) -> None:
     assert same_gradients(pipe, held(plain, pipe))
 
 
-NONE = (0, -1.0, float("nan"), float("inf"), "1", torch.ones(1), nn.Parameter(torch.ones(())))
+NONE = (0, True, -1.0, float("nan"), float("inf"), "1", torch.ones(1), nn.Parameter(torch.ones(())))
 
 
 @pytest.mark.one_process("a call that is refused ends a pipe of processes: tests/distributed/together")

@@ -368,7 +368,7 @@ def checked_scale(scale: Any, device: torch.device) -> float | Tensor:
     if scale is None:
         return 1.0
     trains = getattr(scale, "requires_grad", False)
-    if isinstance(scale, SupportsFloat) and getattr(scale, "ndim", 0) == 0 and not trains:
+    if isinstance(scale, SupportsFloat) and scale is not True and getattr(scale, "ndim", 0) == 0 and not trains:
         if isinstance(scale, Tensor) and is_accelerator(scale.device) and is_accelerator(device):
             return scale.to(device, torch.float32)
         if 0.0 < float(scale) < math.inf:

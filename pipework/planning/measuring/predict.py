@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipework.assignment.from_plan import layer_info
+from pipework.planning.json_file import check_numbers
 from pipework.planning.measuring.device_peaks import device_peaks
 from pipework.planning.measuring.links import measure_host_link
 from pipework.planning.measuring.sample_batch import largest_sample
@@ -164,6 +165,8 @@ def predict_step(
             "HostOptimizer(pipe.parameters(), torch.optim.AdamW); or a number, how many numbers it keeps for each "
             "parameter, such as 2 for Adam"
         )
+    check_numbers("numbers of the optimizer", [optimizer] if isinstance(optimizer, int | float) else ())
+    check_numbers("seconds of timeout=", (timeout,))
     known = known or {}
     split_stages, moves = schedule.split_stages, bool(offloaded(schedule))
     measured = measure_stages(

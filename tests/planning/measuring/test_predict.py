@@ -508,6 +508,10 @@ def test_the_state_of_an_optimizer_on_the_host_counts_there() -> None:
     assert list(prediction.host_bytes) == [2 * stage.weights for stage in prediction.stages]
     with pytest.raises(TypeError, match=r"optimizer is <class .*: wanted an optimizer of the pipe's parameters"):
         pipe.predict(x, target=x, optimizer=HostOptimizer, timeout=0)
+    with pytest.raises(ValueError, match="the numbers of the optimizer have -2: wanted finite numbers of at least 0"):
+        pipe.predict(x, target=x, optimizer=-2)
+    with pytest.raises(ValueError, match="the seconds of timeout= have '1': wanted finite numbers"):
+        pipe.predict(x, target=x, timeout="1")
 
 
 def test_the_optimizers_state_counts() -> None:
