@@ -10,26 +10,26 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 2_150,
+    "": 2_153,
     "assignment": 530,
     "autograd": 1_346,
     "cli": 400,
     "compat": 500,
     "device_check": 270,
-    "distributed": 3_260,
+    "distributed": 3_267,
     "integrations": 920,
     "model": 3_918,
-    "planning": 2_910,
-    "runtime": 4_720,
+    "planning": 2_921,
+    "runtime": 4_695,
     "saving": 1_192,
     "schedule": 2_994,
     "skip": 210,
     "testing": 690,
     "timeline": 265,
-    "values": 610,
+    "values": 676,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_855, 270
-TEST_LINES = 39_568
+PACKAGE_LINES, PACKAGE_FILES = 26_920, 271
+TEST_LINES = 39_660
 DOC_WORDS = 44_683
 
 NO_CODE = {

@@ -319,3 +319,25 @@ def test_skips_between_devices(kind: str, checkpoint: str) -> None:
     pipe = Pipe(copy.deepcopy(plain), 4, checkpoint, balance=balance, devices=devices)
     for x, _ in batches(3):
         same_step_outside(pipe, plain, x)
+
+
+class WithAView(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y[:, 1:]
+
+
+class Overwrite(nn.Module):
+    def forward(self, pair):
+        return torch.cat([pair[0].mul_(2), pair[1] ** 2], dim=1)
+
+
+def test_values_that_share_memory_share_it_on_another_device() -> None:
+    plain = nn.Sequential(WithAView(WIDTH, WIDTH), Overwrite(), nn.Linear(2 * WIDTH - 1, 10)).double()
+    plain[0].requires_grad_(False)
+    pipe = Pipe(copy.deepcopy(plain), 4, "never", balance=[1, 2], devices=devices_of("two"))
+    for x, _ in batches(2):
+        same_step_outside(pipe, plain, x)
+    pipe.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="share memory"):
+        pipe(x)

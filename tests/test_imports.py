@@ -40,7 +40,7 @@ MAY_IMPORT = {
     },
     "runtime.graphs": {"autograd", "fsdp_private", "runtime", "runtime.random", "runtime.stage", "values"},
     "runtime.random": set(),
-    "runtime.skips": {"autograd"},
+    "runtime.skips": {"autograd", "values"},
     "runtime.stage": {
         "autograd", "autograd.weight_split", "runtime", "runtime.graphs", "runtime.random", "runtime.skips", "schedule",
         "values",

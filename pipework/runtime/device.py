@@ -24,6 +24,7 @@ from pipework.runtime.free_memory import HostAccount
 from pipework.runtime.host_memory import HostMemory
 from pipework.runtime.random.kernels import device_generator
 from pipework.runtime.random.unseen_draws import UnseenDraws
+from pipework.values.shared_memory import apart, together
 from pipework.values.tensor_form import copied
 
 if TYPE_CHECKING:
@@ -157,7 +158,8 @@ class Link:
         with contextlib.ExitStack() as current:
             for stream in streams:
                 current.enter_context(stream)
-            copies = tuple(None if tensor is None else self._copy(tensor) for tensor in tensors)
+            carried, parts = together(tensors)
+            copies = apart(tuple(None if tensor is None else self._copy(tensor) for tensor in carried), parts)
         # A copy between two accelerators runs on the source's stream, and the destination's stream waits for it, so an
         # event of the last stream comes after all copies.
         return copies, streams[-1].record_event()

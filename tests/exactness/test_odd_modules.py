@@ -100,16 +100,21 @@ def test_overwriting_one_of_two_outputs_that_overlap_is_refused(checkpoint: str)
     assert all(isinstance(parameter, nn.Parameter) for parameter in pipe.parameters())
 
 
-@pytest.mark.one_process("values that share memory arrive in another process as copies")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_without_gradients_they_may_be_overwritten_unless_they_are_copied(checkpoint: str) -> None:
-    plain = PipeSequential(Returns(with_a_view).requires_grad_(False), Takes(overwrite), nn.Linear(6, 1))
-    pipe, x = in_two(plain, checkpoint), torch.randn(4, 4)
-    if checkpoint == "never":
-        assert torch.equal(pipe(x), torch.cat([plain(x[:2]), plain(x[2:])]))
-    else:
-        with pytest.raises(RuntimeError, match="share memory"):
-            pipe(x)
+def without_gradients() -> nn.Sequential:
+    return PipeSequential(Returns(with_a_view).requires_grad_(False), Takes(overwrite), nn.Linear(6, 1))
+
+
+def test_without_gradients_they_may_be_overwritten() -> None:
+    plain, x = without_gradients(), torch.randn(4, 4)
+    pipe = in_two(plain, "never")
+    assert torch.equal(pipe(x), torch.cat([plain(x[:2]), plain(x[2:])]))
+
+
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES[1:])
+def test_they_may_not_be_overwritten_if_they_are_copied_for_a_recomputation(checkpoint: str) -> None:
+    with pytest.raises(RuntimeError, match="share memory"):
+        in_two(without_gradients(), checkpoint)(torch.randn(4, 4))
 
 
 # Hooks that layers register on what they are given

@@ -33,6 +33,7 @@ from pipework.distributed.transport.header import Header, decode, describe, enco
 from pipework.torch_private import require, transfer_together
 from pipework.values import tensor_form
 from pipework.values.dtensor import local_part
+from pipework.values.shared_memory import apart, together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -156,9 +157,11 @@ class Channel:
             LostConnectionError: the other rank is gone.
         """
         expected = self._sent_headers.get(address, self._nothing)
+        tensors, shared = together(tuple(tensors))
+        header = describe(tensors, around, shared)
         encoded, parts = b"", self._memories(tensors)
-        if not expected.fits(tensors, around):
-            encoded = encode(describe(tensors, around))
+        if header != expected:
+            encoded = encode(header)
             # A copy: the sender may change the values around the tensors afterwards.
             self._sent_headers[address] = decode(encoded)
             instead = [_bytes(1) for each in expected.forms if self._is_posted(each)]
@@ -200,7 +203,7 @@ class Channel:
                 self._early[earlier] = self._receive_message(earlier)
         header, tensors = self._early.pop(address) if address in self._early else self._receive_message(address)
         ready = [self._ready(tensor, each) for tensor, each in zip(tensors, header.forms, strict=True)]
-        return tuple(ready), header.around
+        return apart(tuple(ready), header.parts), header.around
 
     def receive(self, address: Address) -> Message:
         """Posts the next message to this address, and waits for it."""

@@ -18,6 +18,7 @@ from pipework.values import structure_json
 from pipework.values.dtensor import DTensorPlacement
 from pipework.values.json_codec import decode_scalar, encode_scalar
 from pipework.values.nested import Place, Structure, same
+from pipework.values.shared_memory import SharedPart
 from pipework.values.tensor_form import TensorForm
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pipework.values.shared_memory import SharedParts
 
 _UNCHANGING = {Place, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 
@@ -36,15 +38,17 @@ class Header:
     Attributes:
         forms: one for each tensor, None for a missing one.
         around: None, a number, the structure of the tensors, or a `Stashed` with that structure.
+        parts: see `together`.
     """
 
     forms: tuple[TensorForm | None, ...]
     around: Any
+    parts: SharedParts = ()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Header):
             return NotImplemented
-        return self.forms == other.forms and same(self.around, other.around)
+        return self.forms == other.forms and self.parts == other.parts and same(self.around, other.around)
 
     __hash__ = None  # type: ignore[assignment]  # plain values may be lists
 
@@ -53,19 +57,9 @@ class Header:
         pairs = zip(self.forms, rooms, strict=True)
         return tuple([None if form is None or room is None else form.tensor(room) for form, room in pairs])
 
-    def fits(self, tensors: Sequence[Tensor | None], around: Any) -> bool:
-        """Whether this is the header of a message.
 
-        Example:
-            >>> header = describe((torch.zeros(2), None), None)
-            >>> header.fits((torch.ones(2), None), None), header.fits((torch.ones(3), None), None)
-            (True, False)
-        """
-        return self == describe(tensors, around)
-
-
-def describe(tensors: Sequence[Tensor | None], around: Any) -> Header:
-    """The header of a message.
+def describe(tensors: Sequence[Tensor | None], around: Any, parts: SharedParts = ()) -> Header:
+    """The header of a message, whose tensors are those that are carried.
 
     Raises:
         TypeError: a tensor is not dense, or is of a subclass of Tensor.
@@ -75,7 +69,7 @@ def describe(tensors: Sequence[Tensor | None], around: Any) -> Header:
         >>> form.shape, missing
         ((2, 3), None)
     """
-    return Header(tuple([None if tensor is None else TensorForm.of(tensor) for tensor in tensors]), around)
+    return Header(tuple([None if tensor is None else TensorForm.of(tensor) for tensor in tensors]), around, parts)
 
 
 def may_be_changed(around: Any) -> bool:
@@ -99,9 +93,10 @@ def encode(header: Header) -> bytes:
 
     Example:
         >>> encode(describe((torch.zeros(2),), None))
-        b'{"forms":[["torch.float32",[2],false,null,false,0,null]],"around":null}'
+        b'{"forms":[["torch.float32",[2],false,null,false,0,null]],"around":null,"parts":[]}'
     """
-    whole = {"forms": list(map(_encode_form, header.forms)), "around": _encode_around(header.around)}
+    forms, around = list(map(_encode_form, header.forms)), _encode_around(header.around)
+    whole = {"forms": forms, "around": around, "parts": header.parts}
     return json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -118,8 +113,9 @@ def decode(data: bytes) -> Header:
     try:
         whole = json.loads(data.decode())
         match whole:
-            case {"forms": [*forms], "around": around}:
-                return Header(tuple(map(_decode_form, forms)), _decode_around(around, len(forms)))
+            case {"forms": [*forms], "around": around, "parts": [*parts]}:
+                decoded = tuple(map(_decode_form, forms)), _decode_around(around, len(forms))
+                return Header(*decoded, tuple([None if each is None else _decode_part(*each) for each in parts]))
         raise ValueError("it is no header")
     except Exception as error:  # of any kind, such as a RecursionError
         raise ValueError(f"a message between processes cannot be read: {error}") from error
@@ -142,6 +138,10 @@ def _decode_form(form: Any) -> TensorForm | None:
         placed = DTensorPlacement(tuple(dimensions), tuple(map(tuple, places)), *map(tuple, sizes))
     own = None if strides is None else tuple(strides)
     return TensorForm(structure_json.DTYPES[dtype], tuple(shape), requires_grad, own, on_accelerator, shift, placed)
+
+
+def _decode_part(number: int, shape: list[int], strides: list[int], begin: int, requires_grad: bool) -> SharedPart:
+    return SharedPart(number, tuple(shape), tuple(strides), begin, requires_grad)
 
 
 def _encode_around(around: Any) -> Any:

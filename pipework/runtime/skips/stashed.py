@@ -8,12 +8,10 @@ stage that changes what it pops if another stage pops it, too: its gradient woul
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from pipework import torch_private
+from pipework.values.shared_memory import share_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -137,41 +135,3 @@ class StashedTensors:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else torch_private.version(tensor)  # tensors of inference mode have no version
-
-
-def share_memory(one: Tensor, two: Tensor) -> bool:
-    """Whether two tensors have an element in common, or may have one, judged by their first and last addresses."""
-    if not (_has_place(one) and _has_place(two)):
-        return False
-    (begin, end), (other_begin, other_end) = _extent(one), _extent(two)
-    return begin < other_end and other_begin < end and not _are_parts(one, two)
-
-
-def _has_place(tensor: Tensor) -> bool:
-    """Whether the tensor has an address; it has none on the meta device, or if it wraps other tensors."""
-    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
-    return plain and tensor.numel() > 0 and tensor.data_ptr() != 0
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The first address of the tensor, and the first address after it."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (1 + last) * tensor.element_size()
-
-
-def _are_parts(one: Tensor, two: Tensor) -> bool:
-    """Whether they are disjoint slices of one array along one dimension, such as two halves of its channels."""
-    if one.stride() != two.stride() or one.dtype != two.dtype:
-        return False
-    here, there = int(one.storage_offset()), int(two.storage_offset())
-    outer, apart = math.inf, False
-    for stride, size, other_size in sorted(zip(one.stride(), one.shape, two.shape, strict=True), reverse=True):
-        if not stride:
-            return False
-        (begin, here), (other_begin, there) = divmod(here, stride), divmod(there, stride)
-        end, other_end = begin + size, other_begin + other_size
-        if outer < math.inf and max(end, other_end) * stride > outer:
-            return False  # the slices overlap along this dimension, so they are not slices of one array
-        apart = apart or end <= other_begin or other_end <= begin
-        outer = stride
-    return apart

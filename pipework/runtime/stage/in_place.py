@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipework import torch_private
 from pipework.autograd import boundary
-from pipework.runtime.skips.stashed import share_memory
+from pipework.values.shared_memory import share_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set

@@ -8,6 +8,7 @@ import signal
 import threading
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,34 @@ def test_micro_batches_in_another_order(mesh: Mesh) -> None:
         loss, mine = pipe(x[:rows], target=y[:rows], return_output=True, outputs="all")
         assert torch.equal(loss, expected)
         assert torch.equal(mine, output)
+
+
+class WithAView(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y, y[:, 1:]
+
+
+class Overwrite(nn.Module):
+    def forward(self, pair: Any) -> Tensor:
+        return torch.cat([pair[0].mul_(2), pair[1] ** 2], dim=1)
+
+
+@runs_on(2)
+def test_values_that_share_memory_share_it_in_another_process(mesh: Mesh) -> None:
+    """A layer changes one of them in place: the other one changes, too, and is refused where a gradient is wanted."""
+    pipe, threads = both(nn.Sequential(WithAView(3, 3), Overwrite(), nn.Linear(5, 3)), mesh, 2, "never", balance=[1, 2])
+    x = torch.randn(8, 3)
+    for way in (pipe, threads):
+        for name, parameter in way.named_parameters():
+            parameter.requires_grad_(name.startswith("2."))
+    expected = threads(x)
+    for rows in (8, 8, 5):  # the second has the header of the first
+        assert torch.equal(pipe(x[:rows], outputs="all"), expected[:rows])
+    for way in (pipe, threads):
+        way.requires_grad_(requires_grad=True)
+        with refused("share memory", RuntimeError):
+            way(x, outputs="all")
 
 
 @runs_on(2)

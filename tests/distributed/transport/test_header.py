@@ -23,6 +23,7 @@ from pipework.distributed.transport import header
 from pipework.runtime.skips.stashed import Stashed
 from pipework.torch_private import ALIGNMENT
 from pipework.values import nested, tensor_form
+from pipework.values.shared_memory import together
 
 Point = namedtuple("Point", "x y")
 
@@ -219,7 +220,7 @@ class MarkedParameter(torch.nn.Parameter):
 
 
 def test_a_tensor_that_is_no_array_is_refused_by_name() -> None:
-    assert header.describe((torch.ones(2), None), None).fits((torch.zeros(2), None), None)
+    assert header.describe((torch.ones(2), None), None) == header.describe((torch.zeros(2), None), None)
     marked = torch.ones(2).as_subclass(Marked)
     for odd, words in (
         (torch.eye(2).to_sparse(), r"torch\.sparse_coo"),
@@ -332,20 +333,28 @@ def test_classes_that_no_other_process_could_find_do_not_travel() -> None:
         header.encode(header.describe(*nested.flatten(inner(tensor))))
 
 
+def test_which_tensors_share_memory_travels() -> None:
+    x = torch.arange(6.0)
+    carried, parts = together((x[:4].requires_grad_(), None, x[2:], torch.ones(1)))
+    description = header.describe(carried, None, parts)
+    assert header.decode(header.encode(description)) == description
+    assert description != header.describe(carried, None)
+
+
 def test_which_tensors_were_stashed_travels() -> None:
     tensors, structure = nested.flatten((torch.zeros(1), {"a": 5}))
     around = Stashed(structure, ((0, 3),))
     description = header.describe(tensors, around)
     for each in (description, header.describe(tensors, Stashed(structure, ((0, 3),), ((0, 3),)))):
         assert header.decode(header.encode(each)) == each
-        assert description.fits(tensors, each.around) == (each is description)
-    assert not description.fits(tensors, structure)
-    assert not description.fits(tensors, Stashed(structure, ((0, 2),)))
+        assert (description == each) == (each is description)
+    for other_around in (structure, Stashed(structure, ((0, 2),))):
+        assert description != header.describe(tensors, other_around)
 
 
 def around(value: Any) -> bytes:
     form = ["torch.float32", [1], False, None, False, 0, None]
-    return json.dumps({"forms": [form], "around": {"structure": value}}).encode()
+    return json.dumps({"forms": [form], "around": {"structure": value}, "parts": []}).encode()
 
 
 def node(kind: Any, context: Any = None, *items: Any) -> dict[str, Any]:
@@ -353,7 +362,8 @@ def node(kind: Any, context: Any = None, *items: Any) -> dict[str, Any]:
 
 
 HOSTILE = [
-    b"", b"\xff\xfe", b"{}", b"[" * 100_000, b'{"forms":[],"around":true}', b'{"forms":[[]],"around":null}',
+    b"", b"\xff\xfe", b"{}", b"[" * 100_000, b'{"forms":[],"around":true,"parts":[]}',
+    b'{"forms":[[]],"around":null,"parts":[]}', b'{"forms":[],"around":null,"parts":[5]}',
     around({"$": 5}), around({"$": "Place", "items": [1]}), around(node("torch:nn")), around(node("builtins:int")),
     around(node("subprocess:Popen", None, "ls")), around(node("os:system", "ls")),
     around({"$": "Enum", "items": ["builtins:int", "real"]}), around(node(f"{__name__}:Held", ["steps"], 0)),
