@@ -66,11 +66,12 @@ class EarlySteps:
         self._jobs: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, "pipework steps", _begin_thread, (torch.get_num_threads(),))
 
-    def refuse_step_inside(self) -> None:
+    def refuse_inside(self, method: str, what_to_do: str) -> None:
         """Raises an error before the end."""
         if self._is_open:
             raise RuntimeError(
-                "optimizer.step() was called inside of step_in_backward(pipe), at whose end it is made: leave out one"
+                f"optimizer.{method}() was called inside of step_in_backward(pipe), at whose end all steps are made: "
+                f"{what_to_do}"
             )
 
     @contextlib.contextmanager
@@ -89,8 +90,8 @@ class EarlySteps:
             if self.made:
                 add_note(
                     error,
-                    f"{len(self.made)} parameters have been stepped in this backward already, and the others have "
-                    "not: load the last checkpoint before you go on",
+                    f"{len(self.made)} parameters have been stepped in this backward already, others perhaps not: "
+                    "load the last checkpoint before you go on",
                 )
             raise
         finally:  # a loss that somebody keeps refers to this

@@ -324,8 +324,11 @@ def test_wrong_uses_are_refused() -> None:
             again.step_in_backward(pipe),
         ):
             pass
-    with pytest.raises(RuntimeError, match=r"step\(\) was called inside"), optimizer.step_in_backward(pipe):
-        optimizer.step()
+    state = optimizer.state_dict()
+    for name, arguments in (("step", ()), ("state_dict", ()), ("load_state_dict", (state,))):
+        words = rf"optimizer\.{name}\(\) was called inside"
+        with pytest.raises(RuntimeError, match=words), optimizer.step_in_backward(pipe):
+            getattr(optimizer, name)(*arguments)
     with (
         pytest.raises(RuntimeError, match=r"called again .* give each mini-batch") as error,
         optimizer.step_in_backward(pipe),
