@@ -233,6 +233,15 @@ WAYS = {"outside": Way(inside=False)} | {
 USUAL = ("outside", "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")
 
 
+CHECKPOINT_MODES = ("never", "except_last", "always")
+
+
+@pytest.fixture(params=CHECKPOINT_MODES)
+def checkpoint(request: pytest.FixtureRequest) -> str:
+    """Runs a test in every mode, unless it names some itself."""
+    return request.param
+
+
 @pytest.fixture(params=USUAL)
 def way(request: pytest.FixtureRequest) -> Way:
     """Runs a test in every way, or in those that it names with `parametrize("way", [...], indirect=True)`."""

@@ -1,4 +1,7 @@
-"""What tests of several folders need: jobs on threads, a pipe that was saved and loaded, and moves of a pipe."""
+"""What tests of several folders need.
+
+Jobs on threads, a pipe that was saved and loaded, moves of a pipe, and layers with a skip connection.
+"""
 
 import io
 import threading
@@ -6,6 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from pipework import pop, skippable, stash
 
 # Ways to move a module to a device, which a pipe refuses.
 MOVES: list[Callable[[Any], object]] = [
@@ -19,6 +25,20 @@ MOVES: list[Callable[[Any], object]] = [
     lambda pipe: pipe.to(torch.zeros(1)),
     lambda pipe: pipe.to(tensor=torch.zeros(1)),
 ]
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x)
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip
 
 
 def outcomes_in_threads(*jobs: Callable[[], object]) -> list[object]:

@@ -62,7 +62,6 @@ KINDS = [
 ]  # fmt: skip
 BALANCES = {1: [5], 2: [2, 3], 4: [1, 1, 1, 2]}
 
-every_mode = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -111,7 +110,6 @@ def same_step_outside(pipe: Pipe, plain: nn.Sequential, x: Tensor, where: torch.
     same(inputs[1].grad, inputs[0].grad)
 
 
-@every_mode
 @every_kind
 def test_gradients_with_the_loss_outside_and_inside(kind: str, checkpoint: str) -> None:
     devices = devices_of(kind)
@@ -127,7 +125,6 @@ def test_gradients_with_the_loss_outside_and_inside(kind: str, checkpoint: str) 
         same_step_inside(inside, plain, x, y)
 
 
-@every_mode
 @pytest.mark.parametrize("schedule", [name for name in WAYS if name != "outside"])
 def test_every_schedule_on_two_devices(schedule: str, checkpoint: str) -> None:
     plain = model().double()
@@ -153,7 +150,6 @@ def test_inputs_may_lie_anywhere_and_get_their_gradients_there(place: int) -> No
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-@every_mode
 def test_dropout_is_the_same_for_any_number_of_stages_and_when_recomputed(stages: int, checkpoint: str) -> None:
     gpu = accelerator()
     plain = model(0.3).to(gpu)
@@ -310,7 +306,6 @@ def test_a_skip_to_several_workers_of_one_device_is_copied_once(monkeypatch: pyt
     torch.testing.assert_close(x.grad[1:], torch.full((63, WIDTH), 3.0))
 
 
-@every_mode
 @pytest.mark.parametrize("kind", ["two", "four", "cpu between two"])
 def test_skips_between_devices(kind: str, checkpoint: str) -> None:
     devices = devices_of(kind)

@@ -11,7 +11,6 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from pipework import NoChunk, Pipe, PipeSequential, pop, skippable, stash
 from pipework.skip import Namespace
 
-CHECKPOINT_MODES = ("never", "except_last", "always")
 # Finite differences compute losses of which none goes backward.
 pytestmark = pytest.mark.filterwarnings("ignore:loss.backward.. was called on none:pipework.PipeWarning")
 
@@ -79,7 +78,6 @@ def tied() -> nn.Sequential:
 MODELS = [simple, in_place, with_skips, with_dropout, with_batch_norm, tied]
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("way", ["outside", "1f1b"], indirect=True)
 def test_inputs_and_parameters(way: Any, make: Callable[[], nn.Sequential], checkpoint: str) -> None:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipework import Mesh, MicroBatches, NoChunk, Pipe, PipeWarning, pop, skippable, stash
+from pipework import Mesh, MicroBatches, NoChunk, Pipe, PipeWarning
 from pipework.runtime.graphs import captured_steps
 from pipework.runtime.graphs.captured_steps import GraphCount
 from pipework.schedule import SCHEDULES
 from pipework.verify import Verification
-from tests.helpers import assert_same
+from tests.helpers import Pop, Stash, assert_same
 from tests.integrations import tiny
 from tests.model.parts.harness import attached
 from tests.model.parts.models import Lists, ResNet, Vision, batch_of
@@ -73,20 +73,6 @@ def test_every_schedule(schedule: str, checkpoint: str) -> None:
     assert bitwise[2].tensors == 7  # with that of the input
     whole = [each.what for each in found.compared if each.against == "whole batch"]
     assert whole == ["outputs, without dropout", "loss, without dropout", "gradients, without dropout"]
-
-
-@skippable(stash=["doubled"])
-class Fork(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("doubled", 2 * x)
-        return x
-
-
-@skippable(pop=["doubled"])
-class Join(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        doubled = yield pop("doubled")
-        return x + doubled
 
 
 class Spread(nn.Module):
@@ -146,7 +132,7 @@ OUTSIDE = {"schedule": "gpipe", "loss_fn": None}
 RIGHT: dict[str, Callable[[], Any]] = {
     "tied": lambda: verified(tied(), balance=[2, 2]),
     "frozen": lambda: verified([nn.Linear(WIDTH, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, OUTPUTS)]),
-    "skips": lambda: verified([Fork(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Join(), nn.Linear(WIDTH, OUTPUTS)]),
+    "skips": lambda: verified([Stash(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Pop(), nn.Linear(WIDTH, OUTPUTS)]),
     "nested": lambda: verified(
         [Spread(), Gather()], batch()[0], NoChunk(torch.eye(WIDTH).requires_grad_()), loss_fn=logits_loss
     ),
@@ -777,7 +763,7 @@ def on_each_rank(mesh: Mesh) -> Any:
     x, y = batch()
     for options in ({"schedule": "zb-v"}, {"schedule": "gpipe", "loss_fn": None}):
         results.append(found(layers(), None if "loss_fn" in options else y, x.requires_grad_(), **options))
-    stacked = [Fork(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh(), Join(), nn.Linear(WIDTH, OUTPUTS)]
+    stacked = [Stash(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh(), Pop(), nn.Linear(WIDTH, OUTPUTS)]
     results += [found(stacked, y, x, balance=[2, 4]), found(tied(), y, x, balance=[2, 2])]
     results += [found([nn.Linear(WIDTH, 8), Unordered(1e-3, 0.0, []), nn.Tanh(), nn.Linear(8, OUTPUTS)], y, x)]
     allowed = str(results[-1])

@@ -8,25 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipework import Pipe, pop, skippable, stash
+from pipework import Pipe
 from pipework.runtime.stage.recomputation import MINI_BATCHES
 from tests.accelerator import simulated
+from tests.accelerator.scenarios import Pop, Stash
 
 pytestmark = pytest.mark.gpu
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Linear):
-    def forward(self, x):
-        yield stash("skip", x)
-        return super().forward(x)
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Linear):
-    def forward(self, x):
-        skip = yield pop("skip")
-        return super().forward(x) + skip
 
 
 def model() -> nn.Sequential:
@@ -63,7 +50,6 @@ def pipe_of(schedule: str = "1f1b", devices: Any = ("sim:0", "sim:1", "sim:2", "
     return Pipe(model(), 4, schedule=schedule, devices=devices, balance=[2, 2, 2, 2], **options)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("where", ["sim", "cpu"])
 def test_no_wait_in_a_step(schedule: str, checkpoint: str, where: str) -> None:

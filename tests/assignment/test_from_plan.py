@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from pipework import Pipe, Plan, pop, skippable, stash
+from pipework import Pipe, Plan
 from pipework.assignment.from_plan import layer_info
 from pipework.planning import Profile, profile
 from pipework.planning.search import plan_profile
 from pipework.schedule.edges import recomputed
 from tests.conftest import Way, distance
+from tests.helpers import Pop, Stash
 from tests.model.parts.quantised import LINEARS
 from tests.planning.made_profiles import made
 
@@ -80,20 +81,6 @@ def test_with_recomputation(measured: Profile, assert_trained_alike: Callable[..
     again = recomputed(plan.schedule)
     assert 0 < len(again) < plan.schedule.stages * plan.chunks
     trained_alike(plan, assert_trained_alike)
-
-
-@skippable(stash=["ahead"])
-class Stash(nn.Module):
-    def forward(self, x: Any) -> Any:
-        yield stash("ahead", x)
-        return x.sin()
-
-
-@skippable(pop=["ahead"])
-class Pop(nn.Module):
-    def forward(self, x: Any) -> Any:
-        ahead = yield pop("ahead")
-        return x + ahead
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

@@ -54,7 +54,6 @@ def loss_of(pipe: Pipe, x: torch.Tensor, y: torch.Tensor, *, inside: bool = True
     return pipe(x, target=y) if inside else functional.mse_loss(pipe(x), y)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize(("schedule", "inside"), [("gpipe", False), ("gpipe", True), ("1f1b", True), ("zb-h1", True)])
 def test_a_loss_that_a_layer_keeps(schedule: str, checkpoint: str, inside: bool) -> None:
     gate = Gate(as_attribute)
@@ -64,7 +63,6 @@ def test_a_loss_that_a_layer_keeps(schedule: str, checkpoint: str, inside: bool)
         (loss + gate.aux).backward()
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_a_loss_of_the_input_of_a_stage_that_is_recomputed(checkpoint: str) -> None:
     class Penalty(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

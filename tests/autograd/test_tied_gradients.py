@@ -13,8 +13,6 @@ from pipework.autograd.aliases import Aliases
 from pipework.autograd.tied_gradients import tied_gradients
 from tests.conftest import WAYS, bitwise, distance
 
-CHECKPOINT_MODES = ("never", "except_last", "always")
-
 
 class Uses(nn.Module):
     """Uses a weight several times, so that the order in which its gradient is added up shows."""
@@ -38,7 +36,6 @@ def model() -> nn.Sequential:
 
 
 @pytest.mark.one_process("between processes each sums its own part first")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("balance", [[4, 4], [2, 2, 2, 2], [1] * 8], ids=str)
 def test_the_order_of_the_sum_is_that_of_one_graph(
     way: Any, balance: list[int], checkpoint: str, assert_trained_alike: Any

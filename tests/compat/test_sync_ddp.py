@@ -26,7 +26,6 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("option", ["plain", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_gradients_in_every_mode(checkpoint: str, option: str) -> None:
     plain = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     pipe = Pipe(copy.deepcopy(plain), 2, checkpoint)

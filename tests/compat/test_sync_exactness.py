@@ -7,35 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipework.compat.sync import Namespace, NoChunk, Pipe, PipeSequential, WithDevice, pop, skippable, stash
+from pipework.compat.sync import Namespace, NoChunk, Pipe, PipeSequential, WithDevice
 from pipework.testing import draw_key, micro_batch_random
 from tests.compat.originals import Say
+from tests.exactness.test_skips import WIDTH, Down, Up
 
 pytestmark = pytest.mark.usefixtures("rpc")
-WIDTH = 6
-
-
-@skippable(stash=["skip"])
-class Down(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        x = torch.tanh(self.linear(x))
-        yield stash("skip", x)
-        return x * 2
-
-
-@skippable(pop=["skip"])
-class Up(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return torch.tanh(self.linear(torch.cat([x, skip], dim=1)))
 
 
 def u_net() -> nn.Sequential:

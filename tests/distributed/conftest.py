@@ -1,5 +1,6 @@
 """A store that ranks talk through, and monitors of their health in this process; all of them end with the test."""
 
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,14 @@ from pipework.distributed.health.monitor import HealthMonitor
 
 TIMES: dict[str, Any] = {"beat": 0.1, "detect": 2.0, "poll": 0.05}
 HARD = 40.0  # seconds after which something is not slow but broken
+
+
+def await_(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + HARD
+    while not (value := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return value
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -54,7 +53,6 @@ def reference(way: Any, plain: nn.Sequential, inputs: Any, targets: MicroBatches
     return reference_backward(plain, inputs, lambda outputs: summed_loss(outputs, targets), 2, key)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_packed_sequences_weighted_by_tokens(way: Any, checkpoint: str) -> None:
     plain = packed_model()
     options = {"loss_fn": functional.cross_entropy, "loss_weight": torch.numel} if way.inside else {"loss_fn": None}

@@ -16,11 +16,11 @@ from pipework import PipeSequential, pop, skippable, stash
 from pipework.model.batchnorm import DeferredBatchNorm
 from pipework.schedule import SCHEDULES
 from pipework.skip import Namespace
+from tests.conftest import CHECKPOINT_MODES
 from tests.ranks import held, own_mesh
 from tests.tiers import sampled
 
 WAYS = ("outside", *(name for name in SCHEDULES if name not in ("fill-drain", "forward-only")))
-CHECKPOINT_MODES = ("never", "except_last", "always")
 CHUNKS = 4
 ROWS = {"even": 8, "ragged": 7, "fewer-than-chunks": 2}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

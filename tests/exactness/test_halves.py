@@ -15,7 +15,6 @@ from tests.conftest import WAYS
 from tests.ranks import held, layers_of_stages
 from tests.tiers import sampled
 
-CHECKPOINT_MODES = ("never", "except_last", "always")
 CHUNKS = 4
 SPLIT = tuple(
     name for name in WAYS if name != "outside" and "I" in {a.kind for a in build(name, workers=2, chunks=4).orders[0]}
@@ -42,7 +41,6 @@ def numbered() -> Tensor:
 
 
 @every_way
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_checkpointed_micro_batch_is_computed_once_more_and_not_again_for_its_weights(
     way: Any, checkpoint: str
 ) -> None:
@@ -144,7 +142,6 @@ def test_a_compiled_layer_forms_its_whole_gradient_at_once_and_nothing_waits(
 
 
 @every_way
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_under_autocast(way: Any, checkpoint: str) -> None:
     attention = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
     plain = nn.Sequential(nn.Linear(6, 6), attention, nn.Conv1d(5, 5, 3, padding=1), nn.Linear(6, 6))

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tests.conftest import WAYS, bitwise, distance
 
-CHECKPOINT_MODES = ("never", "except_last", "always")
 CHUNKS = 4
 
 
@@ -57,7 +56,6 @@ def balances(layers: int) -> list[list[int]]:
 
 @pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
 @pytest.mark.parametrize("way", ["outside", "gpipe", "1f1b", "zb-h1"], indirect=True)
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("first", [False, True], ids=["after a layer", "first"])
 @pytest.mark.parametrize("name", LAYERS)

@@ -15,8 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipework import Pipe
 from tests.ranks import held
 
-MODES = ["never", "except_last", "always"]
-
 
 class CountDispatch(TorchDispatchMode):
     """Counts matrix products, in the way of someone who thinks of one thread only."""
@@ -61,7 +59,6 @@ BALANCE = [1, 2, 1, 2]
 
 
 @pytest.mark.one_process("watches what all layers do, in one process")
-@pytest.mark.parametrize("checkpoint", MODES)
 def test_a_flop_counter_counts_what_it_counts_for_the_plain_model(way: Any, checkpoint: str) -> None:
     module, x, y = model(), torch.randn(12, 8), torch.randn(12)
     pipe = way.pipe(module, 4, checkpoint, balance=BALANCE)
@@ -92,7 +89,6 @@ def test_a_mode_is_used_by_one_worker_at_a_time(way: Any) -> None:
         assert mode.products == 3 * 4 + (3 * 4 + 2 * 4)  # F; then for each weight, and each input but the first
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
 def test_a_function_mode_changes_the_same_results(way: Any, checkpoint: str) -> None:
     module, x, y = model(), torch.randn(12, 8), torch.randn(12)
     pipe = way.pipe(module, 4, checkpoint, balance=BALANCE)
@@ -118,7 +114,6 @@ def test_modes_end_with_their_context() -> None:
     assert mode.products == seen
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
 def test_context_variables_reach_the_layers(way: Any, checkpoint: str) -> None:
     scale = contextvars.ContextVar("scale", default=1.0)
 

@@ -11,7 +11,6 @@ from torch.utils import checkpoint as torch_checkpoint
 from tests.conftest import WAYS
 
 outside = WAYS["outside"].pipe
-CHECKPOINT_MODES = ("never", "except_last", "always")
 
 
 class Checkpointed(nn.Module):
@@ -49,7 +48,6 @@ class NoisyGradient(nn.Module):
         return NoiseInBackward.apply(self.linear(x), self.drawn)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_numbers_drawn_in_backward_depend_on_the_seed_alone(checkpoint: str) -> None:
     drawn: list[torch.Tensor] = []
     module = nn.Sequential(*(NoisyGradient(drawn) for _ in range(3)))
@@ -68,7 +66,6 @@ def test_numbers_drawn_in_backward_depend_on_the_seed_alone(checkpoint: str) -> 
     assert not any(map(torch.equal, gradients(seed=2), first))
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_pytorchs_checkpoint_with_dropout_trains_alike(
     way: Any, use_reentrant: bool, checkpoint: str, assert_trained_alike: Callable[..., None]

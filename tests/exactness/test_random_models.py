@@ -13,10 +13,8 @@ from torch.nn.utils import parametrizations
 
 from pipework import Pipe, PipeSequential
 from pipework.testing import draw_key
-from tests.conftest import USUAL, WAYS, bitwise, distance, named_gradients
+from tests.conftest import CHECKPOINT_MODES, USUAL, WAYS, bitwise, distance, named_gradients
 from tests.ranks import held, own_mesh
-
-CHECKPOINT_MODES = ("never", "except_last", "always")
 
 
 class Does(nn.Module):

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from pipework import pop, skippable, stash
 from pipework.skip import verify_skippables
 from pipework.testing import draw_key
-from tests.conftest import USUAL, WAYS, bitwise, named_gradients
+from tests.conftest import CHECKPOINT_MODES, USUAL, WAYS, bitwise, named_gradients
 from tests.ranks import held
 
 WIDTH = 5
-CHECKPOINT_MODES = ("never", "except_last", "always")
 
 
 class Uses(nn.Module):

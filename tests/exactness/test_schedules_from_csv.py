@@ -13,7 +13,7 @@ from pipework.schedule import Schedule, from_csv
 from pipework.skip import Namespace
 from pipework.skip.layout import skip_edges
 from tests.conftest import WAYS, Way, distance
-from tests.exactness.test_skips import CHECKPOINT_MODES, WIDTH, Down, Up
+from tests.exactness.test_skips import WIDTH, Down, Up
 from tests.ranks import RankPipe, workers_of
 
 GENERATED = tuple(name for name in WAYS if name != "outside")
@@ -65,7 +65,6 @@ def computing(schedule: Schedule) -> Schedule:
     return Schedule(schedule.name, schedule.placement, orders)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("kind", THAT_ASCEND)
 def test_each_list_of_pytorchs(kind: str, checkpoint: str, assert_trained_alike: Callable[..., None]) -> None:
     schedule = from_csv(theirs.compute_only(kind, workers=2, chunks=CHUNKS), name=kind)
@@ -89,7 +88,6 @@ def test_each_list_of_pytorchs_with_its_transfers_left_out(
     assert_trains(computing(lowered), "always", assert_trained_alike)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_pytorchs_looped_bfs_goes_back_from_the_last_micro_batch_and_is_to_be_ordered(
     checkpoint: str, assert_trained_alike: Callable[..., None]
 ) -> None:

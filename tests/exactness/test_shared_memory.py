@@ -15,8 +15,6 @@ from tests.ranks import held
 
 pytestmark = pytest.mark.one_process("it makes pipes of threads")
 
-CHECKPOINT_MODES = ("never", "except_last", "always")
-
 
 def pipe_of(
     layers: Iterable[nn.Module], chunks: int, checkpoint: str = "except_last", schedule: str = "gpipe", **options: Any
@@ -40,7 +38,6 @@ class Broadcast(nn.Module):
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_gradient_with_the_memory_of_that_of_the_loss(checkpoint: str, schedule: str, chunks: int) -> None:
     def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return output.sum()
@@ -65,7 +62,6 @@ class Axes(nn.Module):
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 6])
 @pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_gradients_that_share_memory(layers: int, checkpoint: str, schedule: str | None, chunks: int) -> None:
     torch.manual_seed(0)
@@ -156,7 +152,6 @@ class EnergyAgain(Energy):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb", "zb-v", "v-half"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [(Projected, 4), (Transposed, 8), (Added, 8), (Energy, 8), (EnergyAgain, 8)],
@@ -190,7 +185,6 @@ def test_gradients_beside_those_that_wait(kind: type[nn.Module], rows: int, chec
                 torch.testing.assert_close(torch.cat(own.kept), other.kept[0], rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_a_parameter_that_is_handed_on_may_not_be_overwritten(schedule: str, checkpoint: str) -> None:
     class Query(nn.Module):

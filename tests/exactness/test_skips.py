@@ -10,7 +10,6 @@ from torch import nn
 from pipework import Pipe, pop, skippable, stash
 
 WIDTH = 6
-CHECKPOINT_MODES = ("never", "except_last", "always")
 
 
 @skippable(stash=["skip"])
@@ -37,7 +36,6 @@ class Up(nn.Module):
 
 
 @pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize(
     ("between", "balance"),
@@ -90,7 +88,6 @@ class Doubles(nn.Module):
 
 
 @pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize(
     ("layers", "message"),
     [

@@ -11,7 +11,6 @@ from pipework import Pipe
 from pipework.testing import draw_key, reference_step
 from tests.ranks import held
 
-CHECKPOINT_MODES = ("never", "except_last", "always")
 INSIDE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
 WIDTH = 16
 
@@ -32,7 +31,6 @@ def same_gradients(actual: Pipe, expected: nn.Module, factor: float = 1.0) -> bo
     return all(torch.equal(a.grad, e.grad * factor) for a, e in pairs)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_several_losses_may_be_under_way(way: Any, checkpoint: str) -> None:
     """The gradients of each are its own, whichever is differentiated first."""
     plain = drawing()
@@ -50,7 +48,6 @@ def test_several_losses_may_be_under_way(way: Any, checkpoint: str) -> None:
         assert torch.equal(actual.grad, expected.grad)  # a + b is b + a
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("way", INSIDE, indirect=True)
 @pytest.mark.parametrize("probability", [0.5, 0.0])
 def test_a_loss_that_draws_has_a_stream_of_its_own(way: Any, probability: float, checkpoint: str) -> None:

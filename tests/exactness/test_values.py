@@ -15,7 +15,6 @@ from tests.conftest import WAYS
 from tests.ranks import held
 
 outside = WAYS["outside"].pipe
-CHECKPOINT_MODES = ("never", "except_last", "always")
 Pair = namedtuple("Pair", "left right")
 
 
@@ -140,7 +139,6 @@ def test_a_dataclass_without_tensors_leaves_the_pipe_as_it_is() -> None:
     assert settings == [Settings(8)] * 2
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize(("pack", "unpack"), [(Pack, Unpack), (PackFrozen, UnpackFrozen), (PackOutput, UnpackOutput)])
 def test_nested_values_cross_a_boundary(way: Any, pack: type, unpack: type, checkpoint: str) -> None:
     plain = nn.Sequential(pack(), unpack(), pack(), unpack()).double()
@@ -177,7 +175,6 @@ class Lies(nn.Module):
         return x + 0.01 * sum(other.abs().sum() for other in others)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_tensors_cross_a_boundary_as_they_lie_in_memory(
     way: Any, checkpoint: str, assert_trained_alike: Callable[..., None]
 ) -> None:
@@ -201,7 +198,6 @@ def test_pytorch_is_told_nothing_of_the_users_dataclasses() -> None:
     assert leaves[0] is state
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_several_and_keyword_inputs_with_one_given_whole(way: Any, checkpoint: str) -> None:
     class Attend(nn.Linear):
         def forward(self, x, y, *, mask, scale=1.0):
@@ -298,7 +294,6 @@ class Neighbours(nn.Linear):
 
 @pytest.mark.one_process("sparse tensors are not sent between processes")
 @pytest.mark.filterwarnings("ignore:Sparse (CSR tensor|invariant checks):UserWarning")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 @pytest.mark.parametrize("given", [False, True])
 def test_sparse_inputs_that_are_not_split(checkpoint: str, layout: torch.layout, given: bool) -> None:

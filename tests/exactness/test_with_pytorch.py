@@ -15,7 +15,6 @@ from torch.utils import checkpoint as torch_checkpoint
 from pipework import Pipe
 from tests.ranks import held, layers_of_stages
 
-CHECKPOINT_MODES = ("never", "except_last", "always")
 INSIDE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
 
 
@@ -32,7 +31,6 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize(
     ("way", "backend"),
     [
@@ -186,7 +184,6 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("around_backward", [True, False])
 def test_saved_tensor_hooks_and_autocast_of_the_forward_hold_in_recomputations(
@@ -228,7 +225,6 @@ class SeenInBackward(torch.autograd.Function):
         return gradient, None
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_forward_and_recomputation_have_the_callers_autocast_and_the_backward_has_none(
     way: Any, checkpoint: str
 ) -> None:
@@ -267,7 +263,6 @@ class Gated(nn.Module):
         return (self.value(x) * self.gate(x)).float().chunk(2, dim=-1)[0]
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_autocast_treats_the_input_of_a_stage_as_a_tensor_within_a_model(way: Any, checkpoint: str) -> None:
     """A leaf it would cast once, and sum the gradients of both layers in bfloat16."""
     plain = nn.Sequential(*(Gated() for _ in range(4)))

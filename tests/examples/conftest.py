@@ -42,6 +42,12 @@ def load() -> Callable[[str], ModuleType]:
     return load
 
 
+@pytest.fixture(scope="module")
+def script(load: Callable[[str], ModuleType], request: pytest.FixtureRequest) -> ModuleType:
+    """The example of the test's file, `test_unet.py` for `unet.py`."""
+    return load(request.path.stem.removeprefix("test_"))
+
+
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
     """For processes: this checkout's library, one thread each, every warning an error."""

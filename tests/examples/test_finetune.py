@@ -1,15 +1,9 @@
 """examples/finetune.py: a model of transformers learns in a pipe, with and without adapters, and writes afterwards."""
 
 import re
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
-
-
-@pytest.fixture(scope="module")
-def script(load: Callable[[str], ModuleType]) -> ModuleType:
-    return load("finetune")
 
 
 @pytest.mark.thorough

@@ -3,7 +3,6 @@
 import math
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -30,11 +29,6 @@ class Row(NamedTuple):
     truth: str
     theirs: str
     ours: str
-
-
-@pytest.fixture(scope="module")
-def script(load: Callable[[str], ModuleType]) -> ModuleType:
-    return load("silent_errors")
 
 
 def rows_of(script: ModuleType, printed: str) -> list[list[Row]]:

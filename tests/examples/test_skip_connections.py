@@ -1,7 +1,6 @@
 """examples/skip_connections.py: it runs as a user runs it, says what is wrong, and its comparison can fail."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -11,11 +10,6 @@ from torch import Tensor, nn
 from tests.programs import RunPython
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "skip_connections.py"
-
-
-@pytest.fixture(scope="module")
-def script(load: Callable[[str], ModuleType]) -> ModuleType:
-    return load("skip_connections")
 
 
 def test_a_user_sees_equality_and_what_is_said_about_mistakes(

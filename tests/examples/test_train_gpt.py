@@ -6,7 +6,6 @@ In two processes it gives the same bits as in one.
 import argparse
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -23,11 +22,6 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 FILES = {"metrics.jsonl", "options.json", "checkpoints", "timeline.svg", "trace.json"}
 STEPS = 24
 TINY = ["--width", "16", "--layers", "2", "--batch-size", "16", "--stages", "2", "--chunks", "4"]
-
-
-@pytest.fixture(scope="module")
-def script(load: Callable[[str], ModuleType]) -> ModuleType:
-    return load("train_gpt")
 
 
 @pytest.fixture(scope="module")

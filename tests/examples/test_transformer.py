@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -14,11 +13,6 @@ from tests.programs import RunPython
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "transformer.py"
 TINY = ["--width", "8", "--layers", "2", "--context", "16", "--vocabulary", "100", "--batch-size", "8", "--chunks", "4"]
-
-
-@pytest.fixture(scope="module")
-def script(load: Callable[[str], ModuleType]) -> ModuleType:
-    return load("transformer")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """examples/two_layers.py: it runs as a user runs it, and its comparison with the plain module can fail."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -10,11 +9,6 @@ import torch
 from tests.programs import RunPython
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "two_layers.py"
-
-
-@pytest.fixture(scope="module")
-def script(load: Callable[[str], ModuleType]) -> ModuleType:
-    return load("two_layers")
 
 
 def test_a_user_sees_shape_loss_and_equality_without_any_warning(

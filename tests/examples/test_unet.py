@@ -3,7 +3,6 @@
 import itertools
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -18,11 +17,6 @@ from tests.programs import RunPython
 SCRIPT = Path(__file__).parents[2] / "examples" / "unet.py"
 TINY = ["--size", "16", "--width", "4", "--levels", "2", "--batch-size", "16", "--chunks", "4"]
 FIXED = [*TINY, "--balance", "10", "11"]  # nothing is measured, so that two runs are alike
-
-
-@pytest.fixture(scope="module")
-def script(load: Callable[[str], ModuleType]) -> ModuleType:
-    return load("unet")
 
 
 @pytest.mark.thorough

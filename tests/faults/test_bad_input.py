@@ -70,7 +70,6 @@ def test_outputs_that_are_nested_differently_in_each_micro_batch() -> None:
         Pipe(nn.Sequential(Odd()), chunks=2, balance=[1])(torch.ones(3, 1))
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_a_batch_of_inference_mode_is_pytorchs_own_error(checkpoint: str) -> None:
     with torch.inference_mode():
         x = torch.randn(4, 4)

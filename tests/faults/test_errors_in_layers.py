@@ -116,7 +116,6 @@ def test_even_exceptions_that_end_a_thread_reach_the_caller(way: Any, direction:
     assert caught.value is error
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_pipe_stays_usable_and_exact(way: Any, checkpoint: str, direction: str) -> None:
     pipe, batch = fragile_pipe(way, checkpoint), numbered_batch()

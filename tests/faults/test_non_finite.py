@@ -71,7 +71,6 @@ def test_the_first_place_is_named_and_finite_values_pass_unchanged(
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(pipe.parameters(), unchecked.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_of_several_places_the_first_is_named(direction: str, checkpoint: str) -> None:
     """Stages are checked on the way of the value: from the first on in forward, from the last on in backward."""

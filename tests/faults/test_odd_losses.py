@@ -94,7 +94,6 @@ class Momentum(nn.Module):
         return loss / self.mean.clone()
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_buffers_of_the_loss_count_once(schedule: str, checkpoint: str) -> None:
     torch.manual_seed(1)

@@ -15,8 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-CHECKPOINT_MODES = ("never", "except_last", "always")
-
 
 class Fork(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +178,6 @@ def assert_alike(mine: Any, original: Any, without_recomputation: Any) -> None:
             )
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_models(
     ask: Callable[..., Any], both: Callable[..., tuple[Any, Any]], seed: int, checkpoint: str
@@ -190,7 +187,6 @@ def test_random_models(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("first", range(12, 512, 50))
 def test_many_random_models(
     ask: Callable[..., Any], both: Callable[..., tuple[Any, Any]], first: int, checkpoint: str
@@ -223,7 +219,6 @@ def subclass_training(library: Any, checkpoint: str) -> list[Any]:
     return [list(pipe.state_dict()), *(parameter.grad.tolist() for parameter in pipe.parameters())]
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_subclass_with_a_head(both: Callable[..., tuple[Any, Any]], checkpoint: str) -> None:
     original, mine = both(subclass_training, checkpoint)
     assert mine == original
@@ -251,7 +246,6 @@ def hooked_training(library: Any, chunks: int, checkpoint: str) -> dict[str, Ten
     return {"x": x.grad} | {name: parameter.grad for name, parameter in pipe.named_parameters()}
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_hooks_that_go_in_pairs(
     both: Callable[..., tuple[Any, Any]], ask: Callable[..., Any], name: str, chunks: int, checkpoint: str
@@ -276,7 +270,6 @@ def deferred_training(library: Any, checkpoint: str, momentum: float | None) -> 
     return seen
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_deferred_batch_norms(both: Callable[..., tuple[Any, Any]], checkpoint: str, momentum: float | None) -> None:
     """The originals' variance is that of all rows divided by their number, n; here it is divided by n - 1."""

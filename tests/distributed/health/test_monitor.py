@@ -18,18 +18,10 @@ from pipework.distributed.health import monitor as module
 from pipework.distributed.health.failure_detector import DetectionTimes
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.status import PeerFailure, read_beat
-from tests.distributed.conftest import HARD, TIMES
+from tests.distributed.conftest import HARD, TIMES, await_
 from tests.programs import RunPython
 
 Watching = Callable[..., HealthMonitor]
-
-
-def await_(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + HARD
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return value
 
 
 def awaited(monitor: HealthMonitor) -> PeerFailure:

@@ -5,7 +5,6 @@ import gc
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed import HashStore
 
 from pipework.distributed.health.monitor import HealthMonitor
 from pipework.distributed.health.preemption import Preemption
-from tests.distributed.conftest import HARD
+from tests.distributed.conftest import HARD, await_
 from tests.programs import RunPython
 
 
@@ -42,13 +41,6 @@ def handled_by(number: signal.Signals, handler: Any) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, before)
-
-
-def await_(condition: Callable[[], object]) -> None:
-    begin = time.monotonic()
-    while not condition():
-        time.sleep(0.01)
-        assert time.monotonic() - begin < HARD
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipework import Mesh, Pipe, PipelineError, pop, skippable, stash
+from pipework import Mesh, Pipe, PipelineError
 
 
 class Tied(nn.Module):
@@ -21,20 +21,6 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x)
-        return x
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip
 
 
 def square(output: Tensor, target: Tensor) -> Tensor:

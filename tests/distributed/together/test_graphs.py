@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipework import Mesh, Pipe
 from pipework.runtime.graphs import captured_steps
-from tests.distributed.together.alike import Pop, Stash, Tied, of_all_ranks, other_gradients, refused, square
+from tests.distributed.together.alike import Tied, of_all_ranks, other_gradients, refused, square
+from tests.helpers import Pop, Stash
 from tests.jobs import runs_on
 from tests.runtime.graphs.recorded import RecordedGraph, RecordedGraphs
 

@@ -14,7 +14,8 @@ import pipework.planning
 from pipework import Mesh, Pipe
 from pipework.schedule.edges import recomputed
 from pipework.testing import draw_key, reference_step
-from tests.distributed.together.alike import Pop, Stash, other_gradients
+from tests.distributed.together.alike import other_gradients
+from tests.helpers import Pop, Stash
 from tests.jobs import runs_on
 from tests.planning.made_profiles import made
 

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from pipework import Mesh, Pipe
 from pipework.distributed.transport import groups
 from pipework.runtime.random.shards import draw_per_rank
-from tests.distributed.together.alike import Pop, Stash, Tied, of_all_ranks, refused
+from tests.distributed.together.alike import Tied, of_all_ranks, refused
 from tests.distributed.together.sharding import CHUNKS, PLAN, WIDTH, Block, blocks, close, data, mean_gradients, norm_of
+from tests.helpers import Pop, Stash
 from tests.jobs import runs_on
 
 

@@ -11,7 +11,7 @@ import pipework
 from pipework import Pipe
 from pipework.planning import Profile, profile
 from pipework.planning.stages import StageSums
-from pipework.skip import pop, skippable, stash
+from tests.helpers import Pop, Stash
 
 QUICK: dict[str, Any] = {"timeout": 0, "devices": ["cpu", "cpu"]}
 
@@ -90,19 +90,7 @@ def test_a_layer_that_stands_there_twice() -> None:
 
 
 def test_skip_connections_are_named() -> None:
-    @skippable(stash=["kept"])
-    class Keep(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            yield stash("kept", x)
-            return x
-
-    @skippable(pop=["kept"])
-    class Add(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            kept = yield pop("kept")
-            return x + kept
-
-    module = nn.Sequential(Keep(), nn.Linear(8, 8), nn.ReLU(), Add(), nn.Linear(8, 4))
+    module = nn.Sequential(Stash(), nn.Linear(8, 8), nn.ReLU(), Pop(), nn.Linear(8, 4))
     (skip,) = measured(module).skips
     assert (skip.source, skip.target, skip.size) == (0, 3, (4 * 2 * 8, 4 * 8 * 8))
     options: dict[str, Any] = {"devices": ["cpu"] * 5, "schedules": ["1f1b"], "iterations": 5, "timeout": 0}

@@ -3,9 +3,10 @@ import weakref
 import torch
 from torch import nn
 
-from pipework import Pipe, pop, skippable, stash
+from pipework import Pipe, pop, skippable
 from pipework.runtime.stage.memory_meter import MemoryMeter
 from pipework.schedule import from_csv
+from tests.helpers import Stash
 
 
 def peak(meter: MemoryMeter) -> int:
@@ -63,22 +64,15 @@ def test_what_a_micro_batch_holds_and_what_was_sent() -> None:
     assert peak(meter) == 0
 
 
-@skippable(stash=["features"])
-class Keep(nn.Module):
-    def forward(self, x: torch.Tensor):
-        yield stash("features", x)
-        return x
-
-
-@skippable(pop=["features"])
+@skippable(pop=["skip"])
 class Join(nn.Module):
     def forward(self, x: torch.Tensor):
-        features = yield pop("features")
+        features = yield pop("skip")
         return torch.cat([features, x], dim=1)
 
 
 def test_recorded_memory_has_what_a_stage_popped_and_copies_of_buffers() -> None:
-    layers = nn.Sequential(Keep(), nn.Conv2d(2, 2, 1), Join(), nn.BatchNorm2d(4))
+    layers = nn.Sequential(Stash(), nn.Conv2d(2, 2, 1), Join(), nn.BatchNorm2d(4))
     pipe = Pipe(layers, chunks=3, checkpoint="except_last", balance=[2, 2], devices=["cpu", "cpu"])
     with pipe.record() as recording:
         pipe(torch.randn(3, 2, 3, 3, requires_grad=True)).sum().backward()
