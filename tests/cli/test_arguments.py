@@ -14,20 +14,12 @@ def test_short_and_long_names_of_costs():
     assert written_costs("waiting=2").waiting == 2
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[1, 2]", "costs.json: wanted an object with some of the names activation, "),
-        (b"\xff\xfe", "costs.json is not JSON in UTF-8"),
-        (b'{"forward": "1"}', "forward is '1': wanted a number"),
-    ],
-)
-def test_costs_from_a_file(tmp_path, content, message):
+def test_costs_from_a_file(tmp_path):
     file = tmp_path / "costs.json"
     file.write_text("\ufeff" + json.dumps({"forward": [1, 2], "backward": 3}), encoding="utf-8")
     assert costs(str(file)) == Costs(forward=[1, 2], backward=3)
-    file.write_bytes(content)
-    with pytest.raises(argparse.ArgumentTypeError, match=message):
+    file.write_bytes(b'{"forward": "1"}')
+    with pytest.raises(argparse.ArgumentTypeError, match="forward is '1': wanted a number"):
         costs(str(file))
 
 

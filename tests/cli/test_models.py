@@ -129,8 +129,3 @@ def test_these_commands_need_no_torch(tmp_path, profile):
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
     assert "model.pt: wanted a name that ends in .safetensors" in done.stderr
-
-
-def test_convert_needs_a_checkpoint(tmp_path, capsys):
-    assert main(["convert", str(tmp_path), str(tmp_path / "model.safetensors")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -16,7 +16,6 @@ def places() -> list[torch.device]:
     return [torch.device(name, 0), torch.device(name, count - 1)]
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_layers_run_where_they_lie(places: list[torch.device], checkpoint: str) -> None:
     first, second = nn.Linear(16, 8).to(places[0]), nn.Linear(8, 4).to(places[1])
     pipe = Pipe(nn.Sequential(first, nn.ReLU(), second), 8, checkpoint)
@@ -46,9 +45,3 @@ def test_with_device_may_share_nothing_with_another_device(places: list[torch.de
     other.weight = one.weight
     with pytest.raises(ValueError, match="duplicate parameters on distinct devices"):
         Pipe(nn.Sequential(one, WithDevice(other, places[1])))
-
-
-def test_what_lies_on_the_cpu_stays_there() -> None:
-    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
-    assert pipe(torch.rand(4, 2)).local_value().device == torch.device("cpu")
-    assert all(parameter.device == torch.device("cpu") for parameter in pipe.parameters())

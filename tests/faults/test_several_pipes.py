@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from pipework import Pipe
 from tests.helpers import in_threads
 
-CHECKPOINT_MODES = ("never", "except_last", "always")
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -31,20 +30,6 @@ def all_equal(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_two_pipes_and_two_mini_batches_of_each_in_turns(checkpoint: str) -> None:
-    pipes = [piped(module(), checkpoint), piped(module(), checkpoint, chunks=2)]
-    batches = torch.randn(4, 6, 4)
-    expected = [gradients(pipes[number % 2], x, number) for number, x in enumerate(batches)]
-    losses = []
-    for number, x in enumerate(batches):
-        torch.manual_seed(number)
-        losses.append(pipes[number % 2](x).square().sum())
-    for number in (2, 1, 0, 3):
-        parameters = list(pipes[number % 2].parameters())
-        assert all_equal(torch.autograd.grad(losses[number], parameters), expected[number])
-
-
 def test_one_graph_through_two_pipes_and_what_lies_between() -> None:
     first, second = module().double(), module().double()
     first[1] = second[1] = nn.Identity()
@@ -59,7 +44,6 @@ def test_one_graph_through_two_pipes_and_what_lies_between() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_forward_and_backward_on_threads_of_threads(checkpoint: str) -> None:
     """Made on one thread, run forward on another, and backward on a third that the second has started."""
     plain, x = module(), torch.randn(6, 4)

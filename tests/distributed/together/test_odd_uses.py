@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pipework import HostOptimizer, Mesh, Pipe, PipelineError, load_checkpoint, save_checkpoint
-from tests.distributed.together.alike import Pop, Stash, Tied, both, refused, square
+from tests.distributed.together.alike import Tied, both, refused, square
+from tests.helpers import Pop, Stash
 from tests.jobs import runs_on
 from tests.schedule.orders_text import schedule_of
 
@@ -121,6 +122,11 @@ def test_inputs_and_targets_that_are_missing_where_they_are_read(mesh: Mesh) -> 
     ):
         with pytest.raises(ValueError, match=f"(?s)(?=.*{there}).*{words}"):
             training()
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="a target was given on the first rank of the pipe, and none on"),
+    ):
+        pipe(x, target=y if pipe.is_first else None)
     pipe(x if pipe.is_first else None, target=y if pipe.is_last else None).backward()  # nothing is broken
     # The first rank fails next. The last must have left the call before, or it hears of the failure there.
     mesh.store.set("the last has left" if pipe.is_last else "the first has left", "")
@@ -302,26 +308,6 @@ def test_what_another_rank_holds_may_be_frozen_here(mesh: Mesh) -> None:
         assert {name for name, p in pipe.named_parameters() if p.grad is None} == (
             set() if learns else {f"{2 * mesh.rank}.weight", f"{2 * mesh.rank}.bias"}
         )
-
-
-class Marked(Tensor):
-    """What operators make of it is of its class."""
-
-
-class Marking(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).as_subclass(Marked)
-
-
-@runs_on(2)
-def test_a_tensor_of_a_class_of_its_own_is_refused_between_ranks(mesh: Mesh) -> None:
-    pipe, threads = both(
-        nn.Sequential(Marking(3, 3), nn.Tanh()), mesh, 2, schedule="zb-h1", balance=[1, 1], loss_fn=square
-    )
-    x, y = torch.randn(8, 3), torch.zeros(8, 3)
-    threads(x, target=y)
-    with pytest.raises(PipelineError if mesh.rank else TypeError, match="Marked cannot be sent to another process"):
-        pipe(x, target=y)
 
 
 @runs_on(2)

@@ -108,17 +108,3 @@ def test_a_gradient_that_cannot_be_averaged_is_no_lost_connection(mesh: Mesh) ->
         pipe(x, target=x)
     with pytest.raises(TypeError, match="averaged over replicas: keep it in float64"):
         Pipe(nn.Sequential(frozen), mesh=mesh, loss_fn=square)
-
-
-@runs_on(2, dp=2)
-def test_replicas_that_train_different_layers_are_refused(mesh: Mesh) -> None:
-    module, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(4, 2)
-    module[0].requires_grad_(False)
-    pipe = Pipe(module, mesh=mesh, loss_fn=square)
-    for step in range(3):  # as long as all do the same, layers may be frozen and thawed at any time
-        module[step].requires_grad_(step == 0)
-        module[2].bias = nn.Parameter(torch.ones(2))
-        pipe(x, target=x).backward()
-    module[1 + mesh.rank].requires_grad_()
-    with pytest.raises(ValueError, match=r"1.weight, 1.bias, 2.weight are trained by some of them only"):
-        pipe(x, target=x)

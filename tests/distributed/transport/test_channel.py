@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.distributed import HashStore
 from pipework.distributed.transport.channel import Channel, DeviceChannel
 from pipework.distributed.transport.groups import LostConnectionError, group_of
 from pipework.values import tensor_form
-from pipework.values.tensor_form import TensorForm
 from tests.helpers import in_threads
 from tests.nccl_stand_in import NcclStandIn
 
@@ -21,7 +19,7 @@ MESSAGES: dict[str, list[tuple[Tensor | None, ...]]] = {
     "small": [(torch.arange(3.0),), (torch.arange(3.0),), (torch.arange(3.0),)],
     "large": [(torch.rand(200, 300),), (torch.rand(200, 300),), (torch.rand(300, 200).t(),)],
     "changing": [(torch.rand(200, 300),), (torch.rand(7, 3),), (torch.rand(300, 300).half(), None, torch.rand(0, 2))],
-    "several": [(torch.rand(2), torch.arange(70000), None), (), (torch.rand(2), torch.arange(70000), None)],
+    "several": [(torch.rand(2), torch.arange(70000), None, torch.rand(3, 4)), (), (torch.rand(2), None)],
     "needs gradients": [(torch.rand(2, requires_grad=True),), (torch.rand(50000, requires_grad=True),), (None,)],
 }
 
@@ -93,42 +91,3 @@ def test_a_wait_ends_when_the_channel_is_aborted(pair: list[Channel]) -> None:
     timer.start()
     in_threads(wait)
     timer.join()
-
-
-# ---- without tags, as NCCL ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def device_pair() -> list[DeviceChannel]:
-    store = HashStore()
-
-    def end(rank: int) -> DeviceChannel:
-        up, down = (NcclStandIn(group_of(store, name, (0, 1), rank)) for name in ("up", "down"))
-        return DeviceChannel(*((up, down) if rank == 0 else (down, up)), torch.device("cpu"))
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(end, range(2)))
-
-
-def test_tensors_arrive_in_the_order_in_which_they_are_sent(device_pair: list[DeviceChannel]) -> None:
-    tensors = [torch.randn(3, 4), torch.arange(5), torch.randn(2, dtype=torch.complex64)]
-    forms = [TensorForm(each.dtype, tuple(each.shape), False) for each in tensors]
-    for sender, receiver in (device_pair, device_pair[::-1]):
-        memories = [each.reshape(-1).view(torch.uint8) for each in tensors]
-        works = [sender.send(memories[:2]), sender.send(memories[2:])]
-        received = receiver.receive(forms[:2]) + receiver.receive(forms[2:])
-        for one, two in zip(received, tensors, strict=True):
-            assert torch.equal(one, two)
-        for work in works:
-            work.wait()
-
-
-def test_an_empty_tensor_is_not_transferred(device_pair: list[DeviceChannel]) -> None:
-    (received,) = device_pair[1].receive([TensorForm(torch.float32, (0, 3), False)])
-    assert received.shape == (0, 3)
-
-
-def test_both_sides_connect_at_the_same_time(device_pair: list[DeviceChannel]) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(channel.connect) for channel in device_pair]:
-            each.result(10)

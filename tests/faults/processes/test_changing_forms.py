@@ -52,24 +52,3 @@ def test_forms_change_from_step_to_step(mesh: Mesh) -> None:
         train_alike(pipes, x, form, target=y)
         with torch.no_grad():  # evaluation in between has messages of its own form
             assert torch.equal(pipe(x[:1], form, outputs="all"), threads(x[:1], form))
-
-
-class Ragged(nn.Module):
-    """Another length in every micro-batch, by what is in it."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        length = int(x.detach()[0, 0].abs().item() * 100) % 4 + 1
-        return tuple(x.repeat(1, n + 1) for n in range(length))
-
-
-class Sums(nn.Module):
-    def forward(self, *parts: Tensor) -> Tensor:
-        return torch.stack([part.sum(1) for part in parts]).sum(0)
-
-
-@runs_on(2)
-def test_forms_change_from_micro_batch_to_micro_batch(mesh: Mesh) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), Ragged(), Sums())
-    pipes = both(module, mesh, 6, schedule="1f1b", loss_fn=square, balance=[2, 1])
-    for _ in range(4):
-        train_alike(pipes, torch.randn(12, 4), target=torch.randn(12))
