@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 2_153,
+    "": 2_165,
     "assignment": 530,
     "autograd": 1_346,
     "cli": 400,
@@ -18,19 +18,19 @@ PACKAGE = {
     "device_check": 270,
     "distributed": 3_267,
     "integrations": 920,
-    "model": 3_918,
+    "model": 3_921,
     "planning": 2_921,
     "runtime": 4_702,
-    "saving": 1_192,
+    "saving": 1_193,
     "schedule": 2_994,
     "skip": 210,
     "testing": 690,
     "timeline": 265,
     "values": 676,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_927, 271
-TEST_LINES = 39_347
-DOC_WORDS = 44_683
+PACKAGE_LINES, PACKAGE_FILES = 26_943, 271
+TEST_LINES = 39_359
+DOC_WORDS = 44_691
 
 NO_CODE = {
     tokenize.COMMENT,

@@ -398,6 +398,14 @@ class Executor:
         steps = self.engine_in_use().captured_steps
         return None if steps is None else steps.count
 
+    def refuse_during_steps(self, what: str) -> None:
+        """Raises an error within `step_in_backward`, where a thread changes the parameters."""
+        if self.early is not None:
+            raise RuntimeError(
+                f"{what} within step_in_backward(pipe), where some parameters are those of the next step: do it before "
+                "the block or after it"
+            )
+
     def layer_replaced(self) -> None:
         """The stages still run the layer that was there before: the next mini-batch makes and checks them again."""
         self._engine = None

@@ -570,6 +570,16 @@ class Pipe(Layers):
         """
         return self._executor.schedule(micro_batches)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.nn.Module`."""
+        self._executor.refuse_during_steps("pipe.state_dict() was called")
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.nn.Module`."""
+        self._executor.refuse_during_steps("pipe.load_state_dict() was called")
+        return super().load_state_dict(*args, **kwargs)
+
     def _prepared(self, layer: nn.Module) -> nn.Module:
         self._executor.layer_replaced()
         settings = self._executor.settings

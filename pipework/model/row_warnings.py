@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from pipework.runtime.transport import Message
 
 IGNORE: Final = "to ignore this, use warnings.filterwarnings('ignore', category=pipework.PipeWarning)"
+_SECOND: Final = "It takes dimension 1 for the batch"
+_FEW: Final = "It takes two dimensions for one sequence"
 _FEWEST: Final = 4  # micro-batches of which a mask seldom selects equally many rows by chance
 
 
 def modules_with_batch_second(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """The modules that declare `batch_first=False`, with what they are called in messages.
+    """The modules that take dimension 1 for the batch, or two for one sequence, with what they are called in messages.
 
-    Compiled layers are left out: a hook would have them compiled again.
+    Compiled layers are left out: a hook would have them compiled again. So are modules with `batch_first=True` in
+    evaluation mode, where a hook turns PyTorch's fused kernels off.
 
     Args:
         layers: with their names.
@@ -38,9 +41,10 @@ def modules_with_batch_second(layers: Iterable[tuple[str, nn.Module]]) -> list[t
     for name, layer in layers:
         if any(torch_private.is_compiled(each) or isinstance(each, torch.jit.ScriptModule) for each in layer.modules()):
             continue
-        found += [
-            (text, each) for each, text in modules_with_text(name, layer) if getattr(each, "batch_first", None) is False
-        ]
+        for each, text in modules_with_text(name, layer):
+            first = getattr(each, "batch_first", None)
+            if first is False or (first is True and each.training):
+                found.append((text, each))
     return found
 
 
@@ -58,13 +62,13 @@ def batch_second_noticed(
     Returns:
         A list that gets a warning for each module for which this is so.
     """
-    names = {module: what for what, module in modules}
+    names = {module: f"{what} was made with batch_first={module.batch_first}" for what, module in modules}
     shapes: dict[str, tuple[int, ...]] = {}  # by what the module is called
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = (*args, *kwargs.values())
         shape = next((tuple(value.shape) for value in values if isinstance(value, Tensor)), ())
-        if len(shape) in (2, 3) and shape[0] in sizes:
+        if len(shape) in (2, 2 if module.batch_first else 3) and shape[0] in sizes:
             shapes.setdefault(names[module], shape)
 
     with lock:
@@ -73,11 +77,11 @@ def batch_second_noticed(
     try:
         yield found
         found += [
-            f"{what} was made with batch_first=False and got an input of shape {shape}. It "
-            "takes dimension 1 for the batch, or two dimensions for one sequence, and a pipe cuts along dimension 0, "
-            "which has as many entries as a micro-batch has rows: then the rows of a micro-batch influence each "
-            "other. Make it with batch_first=True and give it [B, T, D], or transpose before and after it within the "
-            f"layer. If pipe(x) equals the module's own output, both in eval(), the layers are right: {IGNORE}"
+            f"{what} and got an input of shape {shape}. {_FEW if len(shape) == 2 else _SECOND}, and a pipe cuts "
+            "along dimension 0, which has as many entries as a micro-batch has rows: then the rows of a micro-batch "
+            "influence each other. Make it with batch_first=True and give it [B, T, D], or transpose before and after "
+            "it within the layer. If pipe(x) equals the module's own output, both in eval(), the layers are right: "
+            f"{IGNORE}"
             for what, shape in list(shapes.items())  # another thread's mini-batch may still add some
         ]
     finally:

@@ -33,6 +33,7 @@ def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
     Raises:
         TypeError: a tensor cannot be saved.
         ValueError: two tensors have one name.
+        RuntimeError: the optimizer's steps are being made, in `step_in_backward`.
 
     Example:
         >>> from pipework import Pipe
@@ -40,6 +41,7 @@ def stages_of(pipe: Pipe, *, to_load: bool = False) -> Stages:
         >>> {number: list(tensors)[:3] for number, tensors in stages_of(pipe).items()}
         {0: ['0.weight', '0.bias'], 1: ['1.weight', '1.bias', '1.running_mean']}
     """
+    pipe._executor.refuse_during_steps("a checkpoint was saved or loaded")
     if local := sorted(pipe.ranks.local_names):
         raise TypeError(
             f"{listed('each process has values of its own of these parameters', local)}; a checkpoint would have those "

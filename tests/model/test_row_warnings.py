@@ -96,6 +96,12 @@ def test_mini_batches_that_are_cut_are_warned_of_once(shape: tuple[int, ...]) ->
     assert not hooks(pipe)
 
 
+def test_two_dimensions_are_one_sequence_also_with_the_batch_first() -> None:
+    pipe = pipe_of(Output(nn.LSTM(8, 8, batch_first=True)))
+    with pytest.warns(PipeWarning, match=r"made with batch_first=True .* two dimensions for one sequence"):
+        pipe(torch.randn(12, 8))
+
+
 def test_hooks_come_and_go_while_no_thread_runs_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[bool] = []
     remove = RemovableHandle.remove

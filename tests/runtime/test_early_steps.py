@@ -305,7 +305,7 @@ def test_other_gradients_than_those_that_were_used_are_an_error(way: Callable[[P
         backward(pipe, 1)
 
 
-def test_wrong_uses_are_refused() -> None:
+def test_wrong_uses_are_refused(tmp_path: Any) -> None:
     pipe = make_pipe()
     optimizer = make_optimizer(pipe.parameters())
     with pytest.raises(TypeError, match="got Sequential, and wanted a Pipe"), optimizer.step_in_backward(layers()):
@@ -324,7 +324,14 @@ def test_wrong_uses_are_refused() -> None:
             again.step_in_backward(pipe),
         ):
             pass
-    state = optimizer.state_dict()
+    state, weights = optimizer.state_dict(), pipe.state_dict()
+    for use in (
+        pipe.state_dict,
+        lambda: pipe.load_state_dict(weights),
+        lambda: save_checkpoint(tmp_path, pipe, step=1),
+    ):
+        with pytest.raises(RuntimeError, match="within step_in_backward"), optimizer.step_in_backward(pipe):
+            use()
     for name, arguments in (("step", ()), ("state_dict", ()), ("load_state_dict", (state,))):
         words = rf"optimizer\.{name}\(\) was called inside"
         with pytest.raises(RuntimeError, match=words), optimizer.step_in_backward(pipe):
