@@ -5,8 +5,6 @@ More tests of one file may have more words in their name: `test_validate_randoml
 
 from pathlib import Path
 
-import pytest
-
 import pipework
 
 TESTS = Path(__file__).parent
@@ -57,10 +55,9 @@ def source_of(path: Path) -> str | None:
     return next((name for name in names if folder.is_dir() and name in sources(str(path.parent))), None)
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_each_file_of_tests_has_a_source_file(path: Path) -> None:
-    if path.stem.removeprefix("test_") not in OF_SEVERAL.get(str(path.parent), ()):
-        assert source_of(path) is not None, f"tests/{path} is named after no file in pipework/{path.parent}/"
+def test_each_file_of_tests_has_a_source_file() -> None:
+    of_one = [path for path in FILES if path.stem.removeprefix("test_") not in OF_SEVERAL.get(str(path.parent), ())]
+    assert [path for path in of_one if source_of(path) is None] == [], "named after no file in this folder of pipework/"
 
 
 def test_the_exceptions_are_needed() -> None:

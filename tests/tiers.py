@@ -88,6 +88,12 @@ def key_of(value: object) -> Hashable:
     return type(value), value
 
 
+def one_quick(values: Iterable[Any]) -> list[Any]:
+    """Values of a parameter of a test that takes seconds: `make test` runs it with the first one alone."""
+    first, *others = values
+    return [first, *(pytest.param(each, marks=pytest.mark.thorough) for each in others)]
+
+
 def sampled(*axes: Any, each: int, whole: int = 2) -> list[Any]:
     """Combinations. Of those that agree in the first `whole` axes, a seeded choice of `each` is not slow.
 

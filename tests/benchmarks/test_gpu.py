@@ -76,6 +76,7 @@ def test_a_case_that_takes_too_long_is_a_line_and_what_was_measured_is_saved(
     assert list(json.loads(saved.read_text())["cases"]) == ["plain", "llama"]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("recorded_graphs")
 def test_pipes_that_capture_are_compared_when_they_replay(capsys: Any) -> None:
     options = ["--device", "cpu", "--rounds", "3", "--seconds", "0", "--case", "graphs-small"]

@@ -56,6 +56,7 @@ def test_differences_are_shown_on_every_rank(changed: dict[str, Any], line: str 
         )
 
 
+@pytest.mark.thorough
 @runs_on(2, fresh=True)  # ranks that have made other numbers of pipes do not meet again
 def test_who_does_not_come_is_named(mesh: Mesh) -> None:
     device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))

@@ -12,18 +12,17 @@ EXAMPLES = {"benchmarks/name/run.py"}
 NAMED = sorted({(page, name) for page in PAGES for name in re.findall(r"`([\w/]+(?:\.py|/))`", page.read_text())})
 
 
-@pytest.mark.parametrize(("page", "name"), NAMED, ids=lambda value: getattr(value, "name", value))
-def test_it_is_there(page: Path, name: str) -> None:
+def is_there(name: str) -> bool:
     if name.endswith(".py"):
-        places = [PACKAGE / name, ROOT / name]
-        assert name in EXAMPLES or any(place.is_file() for place in places), f"{page.name} names {name}"
-    else:  # a folder may be named relative to the one that is named before it
-        folders = [ROOT / name, *(place for place in PACKAGE.rglob("*/") if place.is_dir())]
-        assert any(f"{folder}/".endswith(f"/{name}") for folder in folders if folder.is_dir()), name
+        return name in EXAMPLES or any(place.is_file() for place in (PACKAGE / name, ROOT / name))
+    # A folder may be named relative to the one that is named before it.
+    folders = [ROOT / name, *(place for place in PACKAGE.rglob("*/") if place.is_dir())]
+    return any(f"{folder}/".endswith(f"/{name}") for folder in folders if folder.is_dir())
 
 
-def test_names_are_found() -> None:
+def test_they_are_there() -> None:
     assert len(NAMED) > 60
+    assert [(page.name, name) for page, name in NAMED if not is_there(name)] == []
 
 
 @pytest.mark.parametrize("folder", ["", "transport", "gradients", "health"])

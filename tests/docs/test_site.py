@@ -18,10 +18,10 @@ DOCS = ROOT / "docs"
 COMPAT = [*pipework.compat.__all__, "sync.Pipe", "torchgpipe.GPipe", "fairscale.nn.Pipe"]
 
 
-@pytest.mark.parametrize("name", [*pipework.__all__, *(f"compat.{name}" for name in COMPAT)])
-def test_the_reference_has_every_public_name(name: str) -> None:
+def test_the_reference_has_every_public_name() -> None:
     reference = (DOCS / "reference.md").read_text(encoding="utf-8")
-    assert re.search(rf"^\.\. auto\w+:: pipework\.{re.escape(name)}$", reference, re.MULTILINE)
+    found = re.findall(r"^\.\. auto\w+:: pipework\.(\S+)$", reference, re.MULTILINE)
+    assert {*pipework.__all__, *(f"compat.{name}" for name in COMPAT)} <= {*found}
 
 
 DRAWN = ["graph_cut", "skip", "checkpoint", "split", "schedules", "first_example", "memory", "planning", "offload"]

@@ -23,9 +23,9 @@ MOST = 8  # files between `pipe(x)` and a layer
 NAMED = re.compile(r"`(pipework/[\w/]+)\.py`\s+·\s+`([\w.]+)`")
 
 
-@pytest.mark.parametrize(("file", "name"), sorted(set(NAMED.findall(PAGE))))
-def test_every_name_is_where_the_page_says(file: str, name: str) -> None:
-    attrgetter(name)(import_module(file.replace("/", ".")))
+def test_every_name_is_where_the_page_says() -> None:
+    for file, name in NAMED.findall(PAGE):
+        attrgetter(name)(import_module(file.replace("/", ".")))
 
 
 def test_every_file_has_a_name_to_begin_with() -> None:

@@ -13,6 +13,7 @@ from pipework import Pipe, attach, load_pretrained, save_pretrained
 from tests.integrations.architectures import DECODER, text
 from tests.integrations.comparing import differences, joined, next_tokens, plain_backward, without_randomness
 from tests.model.parts.harness import micro_batches
+from tests.tiers import one_quick
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -56,7 +57,9 @@ def same_logits(model: Any, plain: Any) -> bool:
         return torch.equal(model(**text()).logits, joined([plain(**part) for part in micro_batches(text(), 4)]))
 
 
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["embed_tokens", "lm_head"]}], ids=["", "modules_to_save"])
+@pytest.mark.parametrize(
+    "options", one_quick([{}, {"modules_to_save": ["embed_tokens", "lm_head"]}]), ids=["", "modules_to_save"]
+)
 def test_several_adapters(options: dict[str, Any], tmp_path: Path) -> None:
     model, plain, pipe = pair(**options)
     for name in ("default", "other", "default"):

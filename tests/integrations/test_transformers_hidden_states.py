@@ -15,6 +15,7 @@ from pipework import attach
 from tests.integrations.comparing import without_randomness
 from tests.integrations.tiny import batch, llama
 from tests.model.parts.harness import assert_exact
+from tests.tiers import one_quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing. is deprecated:FutureWarning")  # of PEFT
 
@@ -155,7 +156,7 @@ def adapted() -> nn.Module:
 @pytest.mark.parametrize("make", [lambda: llama(output_hidden_states=True), adapted], ids=["Llama", "LoRA of Llama"])
 @pytest.mark.parametrize(
     "copied",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded],
+    one_quick([copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded]),
     ids=["deepcopy", "pickle", "torch.save"],
 )
 def test_a_copy_has_a_pipe_of_its_own_and_collects_hidden_states(

@@ -22,6 +22,7 @@ from transformers import (
 
 from pipework import MicroBatches, attach
 from pipework.integrations.transformers import weight_of_labels
+from tests.tiers import one_quick
 
 CLASSES, PAD = 11, 2
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -169,8 +170,8 @@ def test_a_sample_of_packed_micro_batches() -> None:
     assert keywords_of(llama(), packed, 3) == {"is_shifted": True, "ignored": (-100,)}
 
 
-@pytest.mark.parametrize("given", ["rows", "rows without check", "micro-batches"])
-@pytest.mark.parametrize("name", ["XLMRobertaXL", "BioGpt", "Llama"])
+@pytest.mark.parametrize("given", one_quick(["rows", "rows without check", "micro-batches"]))
+@pytest.mark.parametrize("name", one_quick(["XLMRobertaXL", "BioGpt", "Llama"]))
 def test_labels_that_the_model_hides_by_its_mask_have_no_weight(name: str, given: str) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = getattr(transformers, f"{name}Config")(**sizes, vocab_size=40, num_labels=5, pad_token_id=1)

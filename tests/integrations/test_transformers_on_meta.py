@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from pipework import attach
+from tests.tiers import one_quick
 
 SIZES: dict[str, Any] = {"vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
 SIZES |= {"num_hidden_layers": 3, "max_position_embeddings": 32, "initializer_range": 0.3}
@@ -35,7 +36,7 @@ def spread(tensor: Tensor) -> float:
     return 0.0 if tensor.numel() < 2 else tensor.float().std().item()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_quick(MODELS))
 def test_values_have_the_distribution_of_the_model(name: str) -> None:
     plain = MODELS[name]()
     states = []

@@ -13,10 +13,10 @@ from pipework.model.parts.cut import Cuttable
 from pipework.testing import draw_key, micro_batch_random
 from tests.model.parts.harness import loss_in, plain_step
 from tests.model.parts.random_modules import RandomModule, batch_for, settings_for
+from tests.tiers import one_quick
 
 SEEDS = [
-    *range(3),
-    *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(3, 12)),
+    *one_quick(range(12)),
     *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 1000)),
 ]
 
