@@ -25,6 +25,7 @@ from tests.model.parts.models import (
     MODELS,
     WIDTH,
     Block,
+    Chain,
     Changing,
     EncoderDecoder,
     Frozen,
@@ -532,34 +533,22 @@ def test_frozen_batch_norms_stay_in_evaluation() -> None:
 
 
 def test_functional_loss_of_other_names() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(2))
-
+    class Wanting(Chain):
         def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return functional.mse_loss(x, wanted)
+            return functional.mse_loss(self.run(x), wanted)
 
-    model, batch = Named(), batch_of(Named)
+    model, batch = Wanting(), batch_of(Plain)
     plain = copy.deepcopy(model)
     attach(model, (batch["x"], batch["labels"]), target="wanted", chunks=4, devices=["cpu", "cpu"])
     renamed = {"x": batch["x"], "wanted": batch["labels"]}
     assert torch.equal(model(*renamed.values()).detach(), plain_step(plain, renamed, 4, target="wanted"))
 
 
-class Named(nn.Module):
+class Named(Chain):
     """Its arguments have the names of those of a pipe's call."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
     def forward(self, x: Tensor, target: Tensor, outputs: float = 1.0, *, return_output: float = 1.0) -> Tensor:
-        for block in self.blocks:
-            x = block(x).tanh()
-        return nn.functional.mse_loss(x * outputs * return_output, target)
+        return functional.mse_loss(self.run(x) * outputs * return_output, target)
 
 
 def test_arguments_with_the_names_of_those_of_a_pipe() -> None:
@@ -571,11 +560,9 @@ def test_arguments_with_the_names_of_those_of_a_pipe() -> None:
         model(x=x, target=x, return_output=2.0)
 
 
-class Padded(Named):
+class Padded(Chain):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(x, labels)
+        return functional.cross_entropy(self.run(x), labels)
 
 
 def test_padding_that_a_models_own_loss_leaves_out() -> None:
@@ -593,7 +580,7 @@ def test_padding_that_a_models_own_loss_leaves_out() -> None:
     torch.testing.assert_close(model(x, labels), Padded.forward(model, x, labels))
 
 
-class Tokens(Named):
+class Tokens(Chain):
     """Its loss leaves out a class, which it knows as a number."""
 
     def __init__(self, ignored: int) -> None:
@@ -601,16 +588,12 @@ class Tokens(Named):
         self.ignored = ignored
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(x.transpose(1, 2), labels, ignore_index=self.ignored)
+        return functional.cross_entropy(self.run(x).transpose(1, 2), labels, ignore_index=self.ignored)
 
 
 class HandMasked(Tokens):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        losses = nn.functional.cross_entropy(x.transpose(1, 2), labels, reduction="none")
+        losses = functional.cross_entropy(self.run(x).transpose(1, 2), labels, reduction="none")
         counts = labels != self.ignored
         return (losses * counts).sum() / counts.sum()
 
@@ -631,11 +614,9 @@ def test_padding_is_told_by_what_the_models_own_loss_leaves_out(kind: Any, ignor
         model(x, labels)
 
 
-class Summed(Named):
+class Summed(Chain):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).tanh()
-        return nn.functional.mse_loss(x, labels, reduction="sum")
+        return functional.mse_loss(self.run(x), labels, reduction="sum")
 
 
 @pytest.mark.thorough
@@ -769,16 +750,14 @@ OUTSIDE: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]]
 }
 
 
-class Outside(nn.Module):
+class Outside(Chain):
     def __init__(self, last: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.scale = nn.Parameter(torch.zeros(()))
         self.last = [last]
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        for block in self.blocks:
-            x = block(x)
+        x = self.run(x)
         return self.last[0](self, x) if labels is None else {"loss": functional.mse_loss(x, labels)}
 
 
@@ -868,16 +847,12 @@ def test_rows_that_are_computed_together_are_refused() -> None:
 
 
 def test_beside_a_loss_that_is_right_such_rows_are_left_out() -> None:
-    def last(model: Any, x: Tensor) -> Any:
-        return None
-
-    class Beside(Outside):
+    class Beside(Chain):
         def forward(self, x: Tensor, labels: Tensor) -> Any:
-            for block in self.blocks:
-                x = block(x)
+            x = self.run(x)
             return {"loss": functional.mse_loss(x, labels), "x": x, "centred": x - x.mean(0)}
 
-    model, x = Beside(last).eval(), torch.randn(8, WIDTH)
+    model, x = Beside().eval(), torch.randn(8, WIDTH)
     attach(model, {"x": x, "labels": x}, chunks=4, devices=["cpu"] * 2)
     with pytest.warns(PipeWarning, match=r"None in place of output\['centred'\]: "), torch.no_grad():
         output = model(x, x)

@@ -74,7 +74,6 @@ def halves(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y[:, :2], y[:, 2:]
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("balance", [[2], [1, 1]])
 @pytest.mark.parametrize(
     ("function", "receiver"), [(twice, overwrite), (twice, join), (with_a_view, join), (halves, overwrite)]
@@ -92,7 +91,6 @@ def test_outputs_that_share_memory(function: object, receiver: object, balance: 
 
 
 @pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_overwriting_one_of_two_outputs_that_overlap_is_refused(checkpoint: str) -> None:
     pipe = in_two(PipeSequential(Returns(with_a_view), Takes(overwrite)), checkpoint)
     with pytest.raises(RuntimeError, match="share memory"):
@@ -163,7 +161,6 @@ HOOKED = {
 }
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("name", HOOKED)
 def test_a_hook_at_the_beginning_of_a_stage_acts_once(
     way: Any, name: str, checkpoint: str, assert_trained_alike: Callable[..., None]
@@ -174,7 +171,6 @@ def test_a_hook_at_the_beginning_of_a_stage_acts_once(
 
 
 @pytest.mark.one_process("between processes inputs get no gradient back")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_hook_on_the_inputs_of_a_pipe_acts_once_for_each_micro_batch(checkpoint: str) -> None:
     x, mask = torch.randn(8, 4).double(), torch.randn(4).double()
     own = [each.clone().requires_grad_() for each in (x, mask)]
@@ -308,7 +304,6 @@ class Remembers(nn.Module):
         return x * self.gain + 1
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_what_a_shared_module_assigns_is_found_on_the_users_module(checkpoint: str) -> None:
     shared = Remembers()
     pipe = in_two(nn.Sequential(shared, shared), checkpoint, chunks=3)
@@ -378,7 +373,6 @@ def test_a_batch_norm_in_two_partitions_is_refused(wrap: object) -> None:
 
 
 @pytest.mark.one_process("changes or looks at layers by their position")
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_hook_fires_once_for_a_layer_under_pytorchs_reentrant_checkpoint(checkpoint: str) -> None:
     class Checkpointed(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -480,7 +474,6 @@ def test_a_layer_that_is_assigned_must_fit_to_the_others(used: bool) -> None:
 # Inputs that are overwritten
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_an_input_that_is_no_leaf_may_be_overwritten_beside_one_that_is(checkpoint: str) -> None:
     linear = nn.Linear(3, 4).double()
     pipe = in_two(PipeSequential(Takes(lambda a, b: a + b.mul_(2)), copy.deepcopy(linear)), checkpoint)

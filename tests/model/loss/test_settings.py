@@ -18,7 +18,6 @@ from pipework.testing import reference_step
 
 INSIDE = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
 CPU = torch.device("cpu")
-CHECKPOINT_MODES = ("never", "except_last", "always")
 inside = pytest.mark.parametrize("way", INSIDE, indirect=True)
 
 
@@ -29,6 +28,15 @@ def layers() -> nn.Sequential:
 def same_gradients(actual: nn.Module, expected: nn.Module) -> bool:
     pairs = list(zip(actual.parameters(), expected.parameters(), strict=True))
     return all(torch.equal(a.grad, e.grad) for a, e in pairs if e.grad is not None or a.grad is not None)
+
+
+def same_step(pipe: Pipe, plain: nn.Module, reference: Any, *inputs: Tensor, target: Any) -> Tensor:
+    """The loss of a step, which is that of the plain model, as the gradients are."""
+    loss = pipe(*inputs, target=target)
+    loss.backward()
+    assert torch.equal(loss, reference.loss)
+    assert same_gradients(pipe, plain)
+    return loss
 
 
 # The arguments
@@ -85,7 +93,6 @@ def nested_loss(output: Tensor, target: Any) -> Tensor:
 
 
 @inside
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_a_target_may_be_nested(way: Any, checkpoint: str) -> None:
     plain = layers()
     pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1], loss_fn=nested_loss)
@@ -93,10 +100,7 @@ def test_a_target_may_be_nested(way: Any, checkpoint: str) -> None:
     target = {"label": torch.randint(3, (7,)), "more": [torch.randn(7, 3), "words"], "factor": 0.5}
     target["whole"] = NoChunk(torch.tensor([1.0, 5.0, 0.5]))
     reference = reference_step(plain, x, target, nested_loss, 3, key=0)
-    loss = pipe(x, target=target)
-    loss.backward()
-    assert torch.equal(loss, reference.loss)
-    assert same_gradients(pipe, plain)
+    same_step(pipe, plain, reference, x, target=target)
 
 
 @inside
@@ -111,7 +115,6 @@ def test_a_target_without_tensors(way: Any) -> None:
 
 
 @inside
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_the_output_beside_the_loss(way: Any, checkpoint: str) -> None:
     class Named(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Any]:
@@ -210,7 +213,6 @@ class Two(nn.Module):
 
 
 @inside
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize(
     "make",
     [
@@ -229,10 +231,7 @@ def test_the_last_layer_may_return_the_loss(way: Any, make: Callable[[], nn.Sequ
         key = int(torch.empty((), dtype=torch.int64).random_())
         reference = reference_step(plain, x, y, None, 3, key)
         torch.manual_seed(1)
-        loss = pipe(x, target=y)
-        loss.backward()
-        assert torch.equal(loss, reference.loss)
-        assert same_gradients(pipe, plain)
+        same_step(pipe, plain, reference, x, target=y)
 
 
 def test_a_last_layer_that_is_the_only_one_takes_inputs_and_target() -> None:
@@ -240,10 +239,7 @@ def test_a_last_layer_that_is_the_only_one_takes_inputs_and_target() -> None:
     pipe = Pipe(nn.Sequential(copy.deepcopy(layer)), 3, balance=[1], devices=["cpu"], schedule="1f1b")
     x, y, target = torch.randn(7, 8), torch.randn(7, 8), torch.randint(3, (7,))
     reference = reference_step(nn.Sequential(layer), (x, y), target, None, 3, key=0)
-    loss = pipe(x, y, target=target)
-    loss.backward()
-    assert torch.equal(loss, reference.loss)
-    assert same_gradients(pipe, nn.Sequential(layer))
+    same_step(pipe, nn.Sequential(layer), reference, x, y, target=target)
 
 
 # Reductions and weights
@@ -262,10 +258,7 @@ def assert_as_whole(way: Any, y: Tensor, loss_fn: Any, checkpoint: str = "except
     plain, x = layers().double(), torch.randn(len(y), 4, dtype=torch.float64)
     pipe = way.pipe(plain, 3, checkpoint, balance=[1, 1, 1, 1], loss_fn=loss_fn, **options)
     reference = reference_step(plain, x, y, loss_fn, 3, key=0, **options)
-    loss = pipe(x, target=y)
-    loss.backward()
-    assert torch.equal(loss, reference.loss)
-    assert same_gradients(pipe, plain)
+    loss = same_step(pipe, plain, reference, x, target=y)
     plain.zero_grad()
     whole = loss_fn(plain(x), y)
     whole.backward()
@@ -283,7 +276,6 @@ def test_a_mean_or_a_sum_is_that_of_the_whole_batch_however_it_is_cut(way: Any, 
 
 
 @inside
-@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 @pytest.mark.parametrize("hidden", [[0], [0, 1, 2], [3, 6], [2, 3, 4, 5, 6]], ids=str)
 def test_weights_count_what_is_counted(way: Any, checkpoint: str, hidden: list[int]) -> None:
     """Of micro-batches of three, two and two rows, some rows or all of some are masked."""

@@ -27,6 +27,19 @@ class Block(nn.Module):
         return x + self.drop(y if mask is None else y * mask)
 
 
+class Chain(nn.Module):
+    """Blocks one after the other; what is made of the last one's output is up to a subclass."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def loss_of(output: Tensor, labels: Tensor | None) -> Any:
     return output if labels is None else {"loss": functional.mse_loss(output, labels), "output": output}
 

@@ -60,7 +60,6 @@ def in_four_stages(schedule: str, checkpoint: str) -> Pipe:
 
 
 every_schedule = pytest.mark.parametrize("schedule", [name for name in WAYS if name != "outside"])
-every_mode = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 
 
 @skippable(pop=["skip"])
@@ -90,7 +89,6 @@ def test_popped_tensors_and_what_waits_count() -> None:
         assert list(prediction.costs.waiting) == pytest.approx(list(costs.waiting), rel=0.05)
 
 
-@every_mode
 @every_schedule
 def test_activation_bytes_are_those_that_are_then_measured(schedule: str, checkpoint: str) -> None:
     pipe = in_four_stages(schedule, checkpoint)

@@ -38,6 +38,13 @@ def data(step: int, rows: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 4, generator=generator), torch.randn(rows, 4, generator=generator)
 
 
+def trained(pipe: Pipe, x: Any, target: Any, *more: Any, **options: Any) -> Tensor:
+    """The loss of a step, after its backward."""
+    loss = pipe(x, *more, target=target, **options)
+    loss.backward()
+    return loss
+
+
 Way = Callable[[Pipe, int], Any]
 
 
@@ -100,20 +107,15 @@ def kept(pipe: Pipe, step: int) -> Any:
 
 
 def hooked(pipe: Pipe, step: int) -> Any:
-    x, y = data(step)
     handles = [each.register_hook(lambda gradient: gradient * 2) for each in pipe.parameters()]
-    loss = pipe(x, target=y)
-    loss.backward()
+    loss = trained(pipe, *data(step))
     for handle in handles:
         handle.remove()
     return loss
 
 
 def scaled(pipe: Pipe, step: int) -> Any:
-    x, y = data(step)
-    loss = pipe(x, target=y, loss_scale=torch.tensor(2.0**step) / 3)
-    loss.backward()
-    return loss
+    return trained(pipe, *data(step), loss_scale=torch.tensor(2.0**step) / 3)
 
 
 def evaluated(pipe: Pipe, step: int) -> Any:
@@ -133,18 +135,12 @@ def evaluated(pipe: Pipe, step: int) -> Any:
 
 def odd(pipe: Pipe, step: int) -> Any:
     """Two sizes, that alternate."""
-    x, y = data(step, rows=4 if step % 2 else 3)
-    loss = pipe(x, target=y)
-    loss.backward()
-    return loss
+    return trained(pipe, *data(step, rows=4 if step % 2 else 3))
 
 
 def three_sizes(pipe: Pipe, step: int) -> Any:
     """One of them would be captured anew each time. It runs without graphs, so that two are replayed."""
-    x, y = data(step, rows=4 + step % 3)
-    loss = pipe(x, target=y)
-    loss.backward()
-    return loss
+    return trained(pipe, *data(step, rows=4 + step % 3))
 
 
 def replaced(pipe: Pipe, step: int) -> Any:
@@ -173,10 +169,7 @@ def lose(micro_batch: int, message: Any) -> None:
 
 
 def given(pipe: Pipe, step: int) -> Any:
-    x, y = data(step, rows=5)
-    loss = pipe(MicroBatches([x[:2], x[2:]]), target=MicroBatches([y[:2], y[2:]]))
-    loss.backward()
-    return loss
+    return trained(pipe, *(MicroBatches([each[:2], each[2:]]) for each in data(step, rows=5)))
 
 
 def failing(pipe: Pipe, step: int) -> Any:
@@ -354,9 +347,7 @@ def test_weights_and_ignored_targets() -> None:
         x, y = data(step, rows=6)
         target = y.argmax(1)
         target[: step + 1] = -1
-        result = pipe(x, target=target)
-        result.backward()
-        return result
+        return trained(pipe, x, target)
 
     for weight in (lambda target: (target != -1).sum(), lambda target: int((target != -1).sum())):
         alike(pair(loss_fn=loss, loss_weight=weight), way)
@@ -373,9 +364,7 @@ class Pushed(nn.Linear):
 def test_inputs_beside_tensors() -> None:
     def way(pipe: Pipe, step: int) -> Any:
         x, y = data(step, rows=6)
-        loss = pipe(x, 0.5 if step < 3 else 2.0, mask=x > step / 10, target=y)
-        loss.backward()
-        return loss
+        return trained(pipe, x, y, 0.5 if step < 3 else 2.0, mask=x > step / 10)
 
     alike(pair(nn.Sequential(Pushed(4, 4), nn.Dropout(0.2), nn.Linear(4, 4))), way, steps=8, replayed=4)
 
@@ -387,9 +376,7 @@ def test_two_pipes() -> None:
         losses = []
         for pipe in (plain, captured, second):
             torch.manual_seed(step)
-            x, y = data(step)
-            losses.append(pipe(x, target=y))
-            losses[-1].backward()
+            losses.append(trained(pipe, *data(step)))
         assert losses[0] == losses[1] == losses[2]
     for three in zip(*(pipe.parameters() for pipe in (plain, captured, second)), strict=True):
         assert_same(three[0].grad, three[1].grad)

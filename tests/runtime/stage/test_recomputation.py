@@ -56,7 +56,6 @@ def test_restored_buffers_have_their_shape_and_type_again(now: Tensor | None) ->
     assert torch.equal(layer.in_place, torch.zeros(2))
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, Counter, "momentum=None", "spectral_norm", "used twice in one stage"])
 def test_buffers_count_every_micro_batch_once(checkpoint: str, norm: object) -> None:
     def layers() -> nn.Sequential:
@@ -128,7 +127,6 @@ def four_chunks(layer: nn.Module, checkpoint: str) -> Pipe:
     return Pipe(nn.Sequential(nn.Identity(), layer), 4, checkpoint, balance=[1, 1], devices=["cpu"] * 2)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_buffer_may_come_or_change_later_if_it_is_small(in_place: bool, checkpoint: str) -> None:
     layer = MultipliesByCalls(None, in_place)  # registered in the first forward
