@@ -1,6 +1,6 @@
 """What tests of several folders need.
 
-Jobs on threads, a pipe that was saved and loaded, moves of a pipe, and layers with a skip connection.
+Jobs on threads, a pipe that was saved and loaded, moves of a pipe, layers with a skip connection or with views.
 """
 
 import io
@@ -39,6 +39,17 @@ class Pop(nn.Module):
     def forward(self, x: Tensor) -> Any:
         skip = yield pop("skip")
         return x + skip
+
+
+class WithAView(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y, y[:, 1:]
+
+
+class Overwrite(nn.Module):
+    def forward(self, pair: Any) -> Tensor:
+        return torch.cat([pair[0].mul_(2), pair[1] ** 2], dim=1)
 
 
 def outcomes_in_threads(*jobs: Callable[[], object]) -> list[object]:

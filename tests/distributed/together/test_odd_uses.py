@@ -8,7 +8,6 @@ import signal
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from pipework import HostOptimizer, Mesh, Pipe, PipelineError, load_checkpoint, save_checkpoint
 from tests.distributed.together.alike import Tied, both, refused, square
-from tests.helpers import Pop, Stash
+from tests.helpers import Overwrite, Pop, Stash, WithAView
 from tests.jobs import runs_on
 from tests.schedule.orders_text import schedule_of
 
@@ -76,17 +75,6 @@ def test_micro_batches_in_another_order(mesh: Mesh) -> None:
         loss, mine = pipe(x[:rows], target=y[:rows], return_output=True, outputs="all")
         assert torch.equal(loss, expected)
         assert torch.equal(mine, output)
-
-
-class WithAView(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        return y, y[:, 1:]
-
-
-class Overwrite(nn.Module):
-    def forward(self, pair: Any) -> Tensor:
-        return torch.cat([pair[0].mul_(2), pair[1] ** 2], dim=1)
 
 
 @runs_on(2)
