@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from pipework.values.tensor_form import extent
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class SharedPart(NamedTuple):
@@ -22,21 +20,27 @@ class SharedPart(NamedTuple):
 
     Attributes:
         number: of the tensor of the message in whose place that memory is.
+        dtype: of its elements.
         shape: its sizes.
         strides: in elements.
-        begin: the number of its first element in the memory.
+        begin: the number of its first byte in the memory.
+        conjugated: whether its elements are the conjugates of what is in memory.
         requires_grad: whether it requires a gradient.
     """
 
     number: int
+    dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     begin: int
+    conjugated: bool
     requires_grad: bool
 
     def of(self, memory: Tensor) -> Tensor:
         """The tensor. All parts of one memory have one version counter, so that autograd sees who changes it."""
-        part = memory.as_strided(self.shape, self.strides, memory.storage_offset() + self.begin).detach()
+        end = self.begin + extent(self.shape, self.strides) * self.dtype.itemsize
+        part = memory[self.begin : end].view(self.dtype).as_strided(self.shape, self.strides)
+        part = (part.conj() if self.conjugated else part).detach()
         return part.requires_grad_() if self.requires_grad else part
 
 
@@ -45,36 +49,50 @@ SharedParts: TypeAlias = "tuple[SharedPart | None, ...]"
 
 
 def together(tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], SharedParts]:
-    """What is carried of the tensors of a message: where some have elements in common, their memory, once.
+    """What is carried of the tensors of a message: where some have elements in common, their memory as bytes, once.
 
     Example:
-        >>> x = torch.arange(6)
+        >>> x = torch.arange(6, dtype=torch.uint8)
         >>> carried, parts = together((x[:4], None, x[3:], torch.ones(2)))
         >>> carried
-        (tensor([0, 1, 2, 3, 4, 5]), None, None, tensor([1., 1.]))
+        (tensor([0, 1, 2, 3, 4, 5], dtype=torch.uint8), None, None, tensor([1., 1.]))
         >>> apart(carried, parts)
-        (tensor([0, 1, 2, 3]), None, tensor([3, 4, 5]), tensor([1., 1.]))
+        (tensor([0, 1, 2, 3], dtype=torch.uint8), None, tensor([3, 4, 5], dtype=torch.uint8), tensor([1., 1.]))
     """
     if len(tensors) < 2:
         return tensors, ()
     plain = {number: each for number, each in enumerate(tensors) if type(each) is torch.Tensor and _has_place(each)}
-    storages = [each.data_ptr() - each.storage_offset() * each.element_size() for each in plain.values()]
+    storages = [each.data_ptr() - int(each.storage_offset()) * each.element_size() for each in plain.values()]
     if len({*storages}) == len(plain):  # the common case, without further cost
         return tensors, ()
-    groups: dict[Any, dict[int, Tensor]] = {}
+    groups: dict[int, dict[int, Tensor]] = {}
     for (number, each), storage in zip(plain.items(), storages, strict=True):
-        if not (each.is_conj() or each.is_neg()):  # whose memory has other numbers
-            groups.setdefault((storage, each.dtype), {})[number] = each
+        if not each.is_neg():  # whose memory has other numbers
+            groups.setdefault(storage, {})[number] = each
     carried, parts = dict(enumerate(tensors)), dict[int, SharedPart]()
-    for group in groups.values():
-        if any(share_memory(*pair) for pair in itertools.combinations(group.values(), 2)):
-            places = {number: (int(each.storage_offset()), each.shape, each.stride()) for number, each in group.items()}
-            first, begin = min(group), min(place for place, _, _ in places.values())
-            end = max(place + extent(*form) for place, *form in places.values())
-            carried |= dict.fromkeys(group) | {first: group[first].detach().as_strided((end - begin,), (1,), begin)}
-            for number, (place, shape, strides) in places.items():
-                parts[number] = SharedPart(first, tuple(shape), strides, place - begin, group[number].requires_grad)
+    for storage, group in groups.items():
+        for begin, end, numbers in _clusters(group):
+            first, own = min(numbers), [group[number] for number in numbers]
+            if not any(share_memory(*pair) for pair in itertools.combinations(own, 2)):
+                continue
+            base = min(own, key=Tensor.element_size)  # whose size divides those of all others
+            size = base.element_size()
+            base = (base.conj() if base.is_conj() else base).detach()
+            memory = base.as_strided(((end - begin) // size,), (1,), (begin - storage) // size).view(torch.uint8)
+            carried |= dict.fromkeys(numbers) | {first: memory}
+            for number, each in zip(numbers, own, strict=True):
+                form = each.dtype, tuple(each.shape), each.stride(), each.data_ptr() - begin, each.is_conj()
+                parts[number] = SharedPart(first, *form, each.requires_grad)
     return tuple(carried.values()), tuple(map(parts.get, carried)) if parts else ()
+
+
+def _clusters(group: dict[int, Tensor]) -> list[tuple[int, int, list[int]]]:
+    """The first and the last address of each range of memory that tensors cover, and their numbers."""
+    clusters: list[tuple[int, int, list[int]]] = []
+    for (begin, end), number in sorted((_extent(each), number) for number, each in group.items()):
+        before = clusters.pop() if clusters and begin < clusters[-1][1] else (begin, end, [])
+        clusters.append((before[0], max(end, before[1]), [*before[2], number]))
+    return clusters
 
 
 def apart(carried: tuple[Tensor | None, ...], parts: SharedParts) -> tuple[Tensor | None, ...]:

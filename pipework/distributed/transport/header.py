@@ -96,7 +96,8 @@ def encode(header: Header) -> bytes:
         b'{"forms":[["torch.float32",[2],false,null,false,0,null]],"around":null,"parts":[]}'
     """
     forms, around = list(map(_encode_form, header.forms)), _encode_around(header.around)
-    whole = {"forms": forms, "around": around, "parts": header.parts}
+    parts = [each and [each.number, str(each.dtype), *each[2:]] for each in header.parts]
+    whole = {"forms": forms, "around": around, "parts": parts}
     return json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -140,8 +141,8 @@ def _decode_form(form: Any) -> TensorForm | None:
     return TensorForm(structure_json.DTYPES[dtype], tuple(shape), requires_grad, own, on_accelerator, shift, placed)
 
 
-def _decode_part(number: int, shape: list[int], strides: list[int], begin: int, requires_grad: bool) -> SharedPart:
-    return SharedPart(number, tuple(shape), tuple(strides), begin, requires_grad)
+def _decode_part(number: int, dtype: str, shape: list[int], strides: list[int], *rest: Any) -> SharedPart:
+    return SharedPart(number, structure_json.DTYPES[dtype], tuple(shape), tuple(strides), *rest)
 
 
 def _encode_around(around: Any) -> Any:

@@ -335,7 +335,7 @@ def test_classes_that_no_other_process_could_find_do_not_travel() -> None:
 
 def test_which_tensors_share_memory_travels() -> None:
     x = torch.arange(6.0)
-    carried, parts = together((x[:4].requires_grad_(), None, x[2:], torch.ones(1)))
+    carried, parts = together((x[:4].requires_grad_(), None, x[2:].view(torch.int32), torch.ones(1)))
     description = header.describe(carried, None, parts)
     assert header.decode(header.encode(description)) == description
     assert description != header.describe(carried, None)
