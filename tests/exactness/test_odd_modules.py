@@ -115,6 +115,19 @@ def test_they_may_not_be_overwritten_if_they_are_copied_for_a_recomputation(chec
         in_two(without_gradients(), checkpoint)(torch.randn(4, 4))
 
 
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_overwriting_an_input_whose_elements_share_memory_is_refused(checkpoint: str) -> None:
+    def overwrite_first(windows: torch.Tensor) -> torch.Tensor:
+        windows[..., 0] *= 2
+        return windows.sum(2)
+
+    takes = PipeSequential(Returns(lambda y: y.unfold(1, 3, 1)), nn.Identity())
+    takes[1].forward = overwrite_first
+    with pytest.raises(RuntimeError, match="whose elements share memory"):
+        in_two(takes, checkpoint)(torch.randn(4, 4)).sum().backward()
+
+
 # Hooks that layers register on what they are given
 
 

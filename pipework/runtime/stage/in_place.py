@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipework import torch_private
 from pipework.autograd import boundary
-from pipework.values.shared_memory import share_memory
+from pipework.values.shared_memory import share_memory, shares_within
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
@@ -79,6 +79,11 @@ class InPlaceChanges:
         self.found = bool(self.found) or any(seen)
         if any(seen):
             self.refuse_overlap(leaves)
+            if any(shares_within(leaf) for leaf, change in zip(leaves, seen, strict=True) if change):
+                raise RuntimeError(
+                    f"{self._the_stage}, changed an input in place whose elements share memory, such as windows of a "
+                    "tensor, so that its gradient would be wrong. Send a clone, or make the operation not in-place"
+                )
 
     def cut(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs without their graph, with a mark on those that no later stage may change in place.
