@@ -20,6 +20,7 @@ from pipework.runtime.device import Link
 from pipework.schedule import SCHEDULES
 from pipework.testing import draw_key, reference_backward, reference_step
 from tests.conftest import WAYS
+from tests.helpers import Overwrite, WithAView
 
 pytestmark = pytest.mark.gpu
 
@@ -314,17 +315,6 @@ def test_skips_between_devices(kind: str, checkpoint: str) -> None:
     pipe = Pipe(copy.deepcopy(plain), 4, checkpoint, balance=balance, devices=devices)
     for x, _ in batches(3):
         same_step_outside(pipe, plain, x)
-
-
-class WithAView(nn.Linear):
-    def forward(self, x):
-        y = super().forward(x)
-        return y, y[:, 1:]
-
-
-class Overwrite(nn.Module):
-    def forward(self, pair):
-        return torch.cat([pair[0].mul_(2), pair[1] ** 2], dim=1)
 
 
 def test_values_that_share_memory_share_it_on_another_device() -> None:

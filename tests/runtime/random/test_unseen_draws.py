@@ -27,47 +27,41 @@ def accelerator() -> torch.device:
     return torch.device(found.type, 0)
 
 
-class Extension(nn.Module):
-    """A dropout whose kernel PyTorch does not know: it reads the default generator's seed and offset itself."""
+class Begins(nn.Module):
+    """Draws when it is told to."""
 
     def __init__(self, on: bool = True) -> None:
         super().__init__()
         self.on = on
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.on:
-            return x
+        return x * self.numbers(x) if self.on else x
+
+
+class Extension(Begins):
+    """A dropout whose kernel PyTorch does not know: it reads the default generator's seed and offset itself."""
+
+    def numbers(self, x: Tensor) -> Tensor:
         generator = torch.get_device_module(x.device).default_generators[x.device.index]
         seed, offset = generator.initial_seed(), generator.get_offset()
         generator.set_offset(offset + 4)
-        numbers = torch.rand(x.shape, generator=torch.Generator().manual_seed(mix(seed, offset, 0)))
-        return x * numbers.to(x.device)
+        return torch.rand(x.shape, generator=torch.Generator().manual_seed(mix(seed, offset, 0))).to(x.device)
 
 
-class Seeded(nn.Module):
+class Seeded(Begins):
     """Draws the same numbers for each micro-batch, and puts the generator back."""
 
-    def __init__(self, on: bool = True) -> None:
-        super().__init__()
-        self.on = on
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.on:
-            return x
+    def numbers(self, x: Tensor) -> Tensor:
         with torch.random.fork_rng([x.device.index], device_type=x.device.type):
             torch.get_device_module(x.device).manual_seed(5)
-            return x * torch.rand_like(x)
+            return torch.rand_like(x)
 
 
-class Late(nn.Module):
-    """Draws when it is told to, and then for the micro-batches that begin with a positive number only."""
+class Late(Begins):
+    """Draws for the micro-batches that begin with a positive number only."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.on = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rand_like(x) if self.on and float(x.detach()[0, 0]) > 0 else x
+    def numbers(self, x: Tensor) -> Tensor:
+        return torch.rand_like(x) if float(x.detach()[0, 0]) > 0 else torch.ones_like(x)
 
 
 class Attention(nn.Module):
@@ -130,7 +124,7 @@ def test_numbers_depend_on_no_cut(layer: Callable[[], nn.Module], balance: list[
 @pytest.mark.gpu
 @pytest.mark.parametrize("balance", [[6], [3, 3], [1, 2, 2, 1]])
 def test_a_layer_may_begin_to_draw_at_any_time(balance: list[int]) -> None:
-    plain = blocks(Late(), Late()).to(accelerator())
+    plain = blocks(Late(False), Late(False)).to(accelerator())
     pipe = pipe_of(plain, balance)
     for seed in range(2 * STEPS):
         for model in (plain, pipe):
@@ -252,7 +246,7 @@ def test_workers_that_hold_their_generators_do_not_wait_for_each_others() -> Non
 
 @pytest.mark.gpu
 def test_in_evaluation_the_numbers_are_those_of_the_callers_generator() -> None:
-    device, layers = accelerator(), nn.Sequential(Late(), Late()).eval()
+    device, layers = accelerator(), nn.Sequential(Late(False), Late(False)).eval()
     pipe, x = Pipe(layers, 1, devices=[device]), torch.ones(2, 2, device=device)
     for layer in layers:
         layer.on = True
