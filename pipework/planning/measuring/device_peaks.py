@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipework.planning.measuring.stage_copy import Need
@@ -45,7 +46,7 @@ def device_peaks(
     Returns:
         The bytes of each device at its peak, without what is there before the step.
     """
-    memory = _Memory(measured, devices, timeline, outputs, static_targets, orders)
+    memory = _Memory(timeline, measured, devices, outputs, static_targets, orders)
     moments: list[tuple[float, int, Interval]] = []
     for interval in timeline.intervals:
         moments.append((interval.start, 1, interval))
@@ -56,34 +57,32 @@ def device_peaks(
     return dict(memory.peak)
 
 
+@dataclass
 class _Memory:
-    """The memory of the devices while the timeline passes.
+    """The memory of the devices while the timeline passes; its arguments are those of `device_peaks`.
 
     Attributes:
         peak: of each device, so far.
     """
 
-    def __init__(
-        self,
-        measured: Sequence[ActionBytes],
-        devices: Sequence[torch.device],
-        timeline: Timeline,
-        outputs: Sequence[int],
-        static_targets: Sequence[int] | None,
-        orders: Sequence[Sequence[Action]],
-    ) -> None:
-        self._measured, self._devices, self._outputs = measured, devices, outputs
-        self._static_targets = static_targets
-        self._table = timeline.table
+    timeline: Timeline
+    measured: Sequence[ActionBytes]
+    devices: Sequence[torch.device]
+    outputs: Sequence[int]
+    static_targets: Sequence[int] | None
+    orders: Sequence[Sequence[Action]]
+
+    def __post_init__(self) -> None:
+        self._table = self.timeline.table
         again = {kind for kind, row in self._table.items() if row.leaves}
-        self._recomputed = {each.action[1:3] for each in timeline.intervals if each.action.kind in again}
+        self._recomputed = {each.action[1:3] for each in self.timeline.intervals if each.action.kind in again}
         self._kept: dict[tuple[Hashable, int, int], int] = {}  # by what it is, stage and micro-batch
         self._live: dict[torch.device, int] = defaultdict(int)  # the sum of that
         self._needed: dict[torch.device, dict[Interval, Need]] = defaultdict(dict)  # by the actions that run now
         self._copied: set[int] = set()
         # After each computation, the micro-batches whose O has ended then, and those that an L brings back.
         self._copies: dict[Action, list[tuple[bool, int, int]]] = defaultdict(list)
-        for order in orders:
+        for order in self.orders:
             ended = awaited(order, self._table)
             for position, action in enumerate(order):
                 if self._table[action.kind].scope == "micro-batch":
@@ -95,18 +94,20 @@ class _Memory:
         self.peak: dict[torch.device, int] = defaultdict(int)
         # For each stage that stashes, the skip and the stage that pops it, the lowest one of each device: that goes
         # backward last, and the others of the device pop the same tensor.
-        self._sources: dict[Hashable, int] = {key: stage for stage, one in enumerate(measured) for key in one.stashed}
-        lowest: dict[tuple[Hashable, torch.device], int] = {}
-        for stage, one in enumerate(measured):
-            for key in one.popped:
-                lowest.setdefault((key, devices[stage]), stage)
+        self._sources: dict[Hashable, int] = {
+            key: stage for stage, one in enumerate(self.measured) for key in one.stashed
+        }
         self._skips: dict[int, list[tuple[Hashable, int]]] = defaultdict(list)
-        for (key, _), stage in lowest.items():
-            self._skips[self._sources[key]].append((key, stage))
+        seen: set[tuple[Hashable, torch.device]] = set()
+        for stage, one in enumerate(self.measured):
+            for key in one.popped:
+                if (key, self.devices[stage]) not in seen:
+                    self._skips[self._sources[key]].append((key, stage))
+                    seen.add((key, self.devices[stage]))
 
     def begin(self, kind: str, stage: int, micro_batch: int, interval: Interval) -> None:
         """An action begins."""
-        one = self._measured[stage]
+        one = self.measured[stage]
         later = ("gradients", stage, 0) in self._kept
         row = self._table[kind]
         need = Need(0, 0)
@@ -119,19 +120,19 @@ class _Memory:
             more = one.clones + (0 if stage in self._copied else one.given)
             self._copied.add(stage)
             need = Need(need.most + more, need.mean + more)
-        if row.gives == "F" and (sizes := self._static_targets) is not None:
+        if row.gives == "F" and (sizes := self.static_targets) is not None:
             if stage == 0:
                 self._keep("static input", stage, micro_batch, one.given)
-            if stage + 1 == len(self._devices):
+            if stage + 1 == len(self.devices):
                 self._keep("static target", stage, micro_batch, sizes[micro_batch])
-        self._needed[self._devices[stage]][interval] = need
+        self._needed[self.devices[stage]][interval] = need
         self._see()
 
     def end(self, kind: str, stage: int, micro_batch: int, interval: Interval) -> None:
         """An action ends: its results are kept, and what only this action still needed is freed."""
-        one, device = self._measured[stage], self._devices[stage]
+        one, device = self.measured[stage], self.devices[stage]
         del self._needed[device][interval]
-        is_last, shares = stage + 1 == len(self._devices), self._shares(stage)
+        is_last, shares = stage + 1 == len(self.devices), self._shares(stage)
         graph = one.graph(shares=shares)
         checkpointed = (stage, micro_batch) in self._recomputed
         row = self._table[kind]
@@ -140,19 +141,19 @@ class _Memory:
         if holds is not None:
             self._keep("graph", stage, micro_batch, sizes.get(holds, 0))
         if row.gives == "F":
-            if is_last and self._outputs:
-                self._keep("output", stage, micro_batch, 2 * self._outputs[micro_batch])
+            if is_last and self.outputs:
+                self._keep("output", stage, micro_batch, 2 * self.outputs[micro_batch])
             elif not is_last and (checkpointed or not shares):
-                self._keep("input", stage + 1, micro_batch, self._measured[stage + 1].given)
+                self._keep("input", stage + 1, micro_batch, self.measured[stage + 1].given)
             for key, to_stage in self._skips[stage]:
                 size, alone = one.stashed[key]
-                in_graph = not checkpointed and self._devices[to_stage] == device  # but for `alone`
+                in_graph = not checkpointed and self.devices[to_stage] == device  # but for `alone`
                 self._keep(("skip", key), to_stage, micro_batch, alone if in_graph else size)
         if row.gives == "B":
             waits = row.holds == "waiting" and one.input_waits > 0
             self._free(stage, micro_batch, "gradient", *(() if waits else ("input",)))
             if shares and ("input waits", stage + 1, micro_batch) in self._kept:  # the output, which was not copied
-                self._keep("input", stage + 1, micro_batch, self._measured[stage + 1].given)
+                self._keep("input", stage + 1, micro_batch, self.measured[stage + 1].given)
             if waits:
                 self._keep("input waits", stage, micro_batch, 0)
             if stage:
@@ -169,11 +170,11 @@ class _Memory:
             self._copy(*where, is_back=is_back)
 
     def _shares(self, stage: int) -> bool:
-        return stage + 1 < len(self._devices) and self._devices[stage + 1] == self._devices[stage]
+        return stage + 1 < len(self.devices) and self.devices[stage + 1] == self.devices[stage]
 
     def _copy(self, stage: int, micro_batch: int, *, is_back: bool) -> None:
         """What a graph holds is on the host, or back on the device; of a recomputed micro-batch, its input."""
-        one, shares = self._measured[stage], self._shares(stage)
+        one, shares = self.measured[stage], self._shares(stage)
         moved = 0 if is_back else sum(one.memories(shares=shares))
         sizes: dict[Hashable, int] = {"graph": one.graph(shares=shares) - moved}
         if (stage, micro_batch) in self._recomputed:
@@ -186,7 +187,7 @@ class _Memory:
 
     def _see(self) -> None:
         """Counts one of the running actions with the most that it needs, and the others with their average."""
-        for device in {*self._devices}:
+        for device in {*self.devices}:
             needs = self._needed[device].values()
             at_once = sum(need.mean for need in needs) + max((need.most - need.mean for need in needs), default=0)
             self.peak[device] = max(self.peak[device], self._live[device] + at_once)
@@ -194,8 +195,8 @@ class _Memory:
     def _keep(self, what: Hashable, stage: int, micro_batch: int, size: int) -> None:
         self._free(stage, micro_batch, what)
         self._kept[what, stage, micro_batch] = size
-        self._live[self._devices[stage]] += size
+        self._live[self.devices[stage]] += size
 
     def _free(self, stage: int, micro_batch: int, *what: Hashable) -> None:
         for each in what:
-            self._live[self._devices[stage]] -= self._kept.pop((each, stage, micro_batch), 0)
+            self._live[self.devices[stage]] -= self._kept.pop((each, stage, micro_batch), 0)

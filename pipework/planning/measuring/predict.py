@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from pipework.model.mini_batch import MiniBatch
     from pipework.model.sequential import TupleRule
+    from pipework.planning.measuring.stage_copy import Measured
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.transport import Message
     from pipework.schedule import Schedule, Simulation
@@ -167,8 +168,7 @@ def predict_step(
         )
     check_numbers("numbers of the optimizer", [optimizer] if isinstance(optimizer, int | float) else ())
     check_numbers("seconds of timeout=", (timeout,))
-    known = known or {}
-    split_stages, moves = schedule.split_stages, bool(offloaded(schedule))
+    known, moves = known or {}, bool(offloaded(schedule))
     measured = measure_stages(
         partitions,
         devices,
@@ -176,56 +176,40 @@ def predict_step(
         None if "forward" in known else timeout,
         progress or logging.getLogger("pipework").info,
         cpu_workers=len({w for w, device in zip(schedule.placement, devices, strict=True) if device.type == "cpu"}),
-        split=split_stages,
+        split=schedule.split_stages,
         moves=moves,
     )
-    seconds, sizes = [one.seconds for one in measured], tuple([one.bytes for one in measured])
+    sizes = [one.bytes for one in measured]
     shares = [here == there for here, there in pairwise(devices)] + [False]
-    memories = [one.memories(shares=each) for one, each in zip(sizes, shares, strict=True)]
-    moved = list(map(sum, memories))
+    away = [one.memories(shares=each) for one, each in zip(sizes, shares, strict=True)]
     # The caller has the inputs of the first stage.
-    inputs = [() if not stage else one.inputs for stage, one in enumerate(sizes)]
-    staying = [one.checkpoint - sum(size) for one, size in zip(sizes, inputs, strict=True)]
-    links = {device: measure_host_link(device) for device in devices if moves and "offload" not in known}
-    copying = [links[device].seconds(size) for device, size in zip(devices, moved, strict=True) if links]
-    costs = Costs(
-        forward=[one.forward for one in seconds],
-        backward=[one.input_gradient + one.weight_gradient for one in seconds],
-        input_gradient=[one.input_gradient for one in seconds] if split_stages else None,
-        weight_gradient=[one.weight_gradient for one in seconds] if split_stages else None,
-        activation=[one.activation for one in sizes],
-        checkpoint_activation=[one.checkpoint for one in sizes],
-        waiting=[one.waiting + one.input_waits for one in sizes] if split_stages else None,
-        message=[one.message for one in sizes[:-1]],
-        offload=copying or 0.0,
-        reload=copying or 0.0,
-        offloaded=[one.activation - size for one, size in zip(sizes, moved, strict=True)] if moves else 0.0,
-        checkpoint_offloaded=staying if moves else None,
-    )
+    inputs_away = [(), *(one.inputs for one in sizes[1:])]
+    host = host_peaks(schedule, *[list(map(buffer_sizes, each)) for each in (away, inputs_away)])
+    costs = _costs(measured, schedule, list(map(sum, away)), list(map(sum, inputs_away)))
+    if moves and "offload" not in known:
+        links = {device: measure_host_link(device) for device in {*devices}}
+        copying = [links[device].seconds(sum(each)) for device, each in zip(devices, away, strict=True)]
+        costs = replace(costs, offload=copying, reload=copying)
     simulation = simulate(schedule, replace(costs, **known), loss_outside=loss is None)
-    outputs = () if loss is not None else (sizes[-1].message,) * schedule.micro_batches
+    states, steps = _optimizer_bytes(optimizer, partitions, devices)
+    if isinstance(optimizer, HostOptimizer):
+        for stage, worker in enumerate(schedule.placement):
+            if devices[stage].type != "cpu":
+                host[worker] += states[stage]
+                states[stage] = steps[devices[stage]] = 0
+    infos = [layer_info("", partition) for partition in partitions]
     stages = [
-        _stage_bytes(partition, round(peak), graphs=graphs)
-        for partition, peak in zip(partitions, simulation.stage_peak_memory, strict=True)
+        StageBytes(info.weights, info.trained * (1 + graphs), info.buffers, round(peak), state)
+        for info, peak, state in zip(infos, simulation.stage_peak_memory, states, strict=True)
     ]
+    outputs = () if loss is not None else (sizes[-1].message,) * schedule.micro_batches
     of_targets = [sum(map(bytes_of, tensors)) for tensors, _ in targets or ()]
-    peaks, statics = {}, of_targets if graphs else None
-    orders = schedule.orders if moves else ()
-    host = host_peaks(schedule, *[list(map(buffer_sizes, each)) for each in (memories, inputs)])
-    for device, peak in device_peaks(simulation.timeline, sizes, devices, outputs, statics, orders).items():
-        own = [number for number, other in enumerate(devices) if other == device]
-        states, step = optimizer_bytes(optimizer, [partitions[number].parameters() for number in own], device)
-        if isinstance(optimizer, HostOptimizer) and device.type != "cpu":
-            for number, state in zip(own, states, strict=True):
-                host[schedule.placement[number]] += state
-            states, step = [0] * len(own), 0
-        for number, state in zip(own, states, strict=True):
-            stages[number] = replace(stages[number], optimizer=state)
-        fixed = sum(stages[n].weights + stages[n].buffers + stages[n].optimizer for n in own)
-        tensors = [each for n in own for each in (*partitions[n].parameters(), *partitions[n].buffers())]
-        fixed += sum(in_blocks(each.nbytes, device) - each.nbytes for each in tensors)
-        after = sum(stages[n].gradients for n in own) // (1 + graphs) + step
-        peaks[device] = fixed + (peak + after if graphs else max(peak, after))
+    statics, orders = of_targets if graphs else None, schedule.orders if moves else ()
+    peaks = device_peaks(simulation.timeline, sizes, devices, outputs, statics, orders)
+    for device, peak in peaks.items():
+        own = [(partitions[n], stages[n]) for n, at in enumerate(devices) if at == device]
+        after = sum(stage.gradients for _, stage in own) // (1 + graphs) + steps[device]
+        peaks[device] = _fixed_bytes(own, device) + (peak + after if graphs else max(peak, after))
     peaks[devices[0]] += sum(map(bytes_of, split.tensors))
     peaks[devices[-1]] += sum(of_targets)
     return Prediction(
@@ -233,6 +217,44 @@ def predict_step(
     )
 
 
-def _stage_bytes(partition: nn.Sequential, activations: int, *, graphs: bool) -> StageBytes:
-    info = layer_info("", partition)
-    return StageBytes(info.weights, info.trained * (1 + graphs), info.buffers, activations)
+def _costs(measured: Sequence[Measured], schedule: Schedule, away: Sequence[int], inputs_away: Sequence[int]) -> Costs:
+    """Those of the stages, without copies to the host, which move so many bytes of a graph, or of a stage's inputs."""
+    seconds, sizes = [one.seconds for one in measured], [one.bytes for one in measured]
+    forward, inputs, weights = map(list, zip(*seconds, strict=True))
+    splits, moves = bool(schedule.split_stages), bool(offloaded(schedule))
+    return Costs(
+        forward=forward,
+        backward=[first + second for _, first, second in seconds],
+        input_gradient=inputs if splits else None,
+        weight_gradient=weights if splits else None,
+        activation=[one.activation for one in sizes],
+        checkpoint_activation=[one.checkpoint for one in sizes],
+        waiting=[one.waiting + one.input_waits for one in sizes] if splits else None,
+        message=[one.message for one in sizes[:-1]],
+        offloaded=[one.activation - size for one, size in zip(sizes, away, strict=True)] if moves else 0.0,
+        checkpoint_offloaded=[one.checkpoint - size for one, size in zip(sizes, inputs_away, strict=True)]
+        if moves
+        else None,
+    )
+
+
+def _optimizer_bytes(
+    optimizer: torch.optim.Optimizer | float | None,
+    partitions: Sequence[nn.Sequential],
+    devices: Sequence[torch.device],
+) -> tuple[list[int], dict[torch.device, int]]:
+    """The state of each stage, and what a step of the optimizer needs beside that on each device."""
+    states, steps = [0] * len(devices), {}
+    for device in {*devices}:
+        own = [stage for stage, at in enumerate(devices) if at == device]
+        found, steps[device] = optimizer_bytes(optimizer, [partitions[stage].parameters() for stage in own], device)
+        for stage, state in zip(own, found, strict=True):
+            states[stage] = state
+    return states, steps
+
+
+def _fixed_bytes(own: Sequence[tuple[nn.Sequential, StageBytes]], device: torch.device) -> int:
+    """What the stages of a device hold between steps, but for gradients, in blocks of its allocator."""
+    tensors = [each for layers, _ in own for each in (*layers.parameters(), *layers.buffers())]
+    padding = sum(in_blocks(each.nbytes, device) - each.nbytes for each in tensors)
+    return padding + sum(stage.weights + stage.buffers + stage.optimizer for _, stage in own)

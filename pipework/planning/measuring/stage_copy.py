@@ -13,7 +13,6 @@ import time
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -227,10 +226,10 @@ class StageCopy:
         ]
         self._target: Any = None
         layers.zero_grad(set_to_none=True)
-        self._weight_store = WeightGradientStore({}) if splits else None
+        self._weight_store = WeightGradientStore({})
+        # Without aliases nothing is deferred, and the first half is all of a backward.
         self._aliases = Aliases(layers if splits else (), self._weight_store)
-        if not self._aliases.any_deferrable:
-            self._weight_store = None
+        self._has_halves = self._aliases.any_deferrable
 
     def measure(self, value: Any, seconds: float | None, *, is_last: bool, moves: bool) -> tuple[Measured, Any]:
         """Runs the stage repeatedly; returns the measurement, and the input of the next stage, if there is one.
@@ -253,14 +252,13 @@ class StageCopy:
             found = replace(self._bytes(value), message=message, clones=clones)
             if moves:
                 found = self._with_moves(found, value)
-            times = [(1.0, 1.0, float(self._weight_store is not None))]
+            times = [(1.0, 1.0, float(self._has_halves))]
             if seconds is not None:
                 end = time.perf_counter() + seconds
                 times = [self._timed_pass(value)[1]]
                 while time.perf_counter() < end:
                     times.append(self._timed_pass(value)[1])
-        medians = LayerSeconds(*(median(column) for column in zip(*times, strict=True)))
-        return Measured(medians, found), output
+        return Measured(LayerSeconds.median(times), found), output
 
     def _timed_pass(self, value: Any) -> tuple[Any, tuple[float, float, float]]:
         """The output, and the seconds of a forward, of its backward (or the first half), and of the second half."""
@@ -270,10 +268,10 @@ class StageCopy:
             output = self._forward(given)
             times.append(read())
             ends = self._ends(output)
-            self._first_half(functools.partial(_run_backward, ends, [_ones(end) for end in ends]))
+            self._first_half(ends, [_ones(end) for end in ends])
             times.append(read())
-            self._second_half()
-            times.append(read() if self._weight_store is not None else times[-1])
+            self._weight_store.add_weight_gradients(0, again=False)
+            times.append(read() if self._has_halves else times[-1])
         self._layers.zero_grad(set_to_none=False)
         self._tracker.next_pass()
         forward, first, second = (later - earlier for earlier, later in pairwise(times))
@@ -283,13 +281,9 @@ class StageCopy:
         """What each action needs, in two passes: the first makes the parameters' gradients, the second adds to them."""
         self._layers.zero_grad(set_to_none=True)
         first, later = self._counted_pass(value), self._counted_pass(value)
-        return replace(
-            later,
-            forward=first.forward,
-            backward=(first.backward[0], later.backward[0]),
-            weight=(first.weight[0], later.weight[0]),
-            gradients=first.gradients,
-        )
+        backward, weight = (first.backward[0], later.backward[0]), (first.weight[0], later.weight[0])
+        # In the first pass, gradients that I makes are no part of what waits for W.
+        return replace(first, backward=backward, weight=weight, waiting=later.waiting)
 
     def _with_moves(self, found: ActionBytes, value: Any) -> ActionBytes:
         """With what an `O` would move after a forward, by the rule of the runtime."""
@@ -298,15 +292,14 @@ class StageCopy:
             output = self._forward(given)
 
         def moving() -> tuple[int, ...]:
-            memories = [each.storage for each in saved.moving() if each.storage is not None]
-            return tuple([in_blocks(storage.nbytes(), self._device) for storage in memories])
+            memories = (each.storage for each in saved.moving())
+            return tuple([in_blocks(each.nbytes(), self._device) for each in memories if each is not None])
 
         before = moving()
         roots = [get_gradient_edge(tensor) for tensor in self._ends(output)]  # the graph stays
         del output
         popped = dict(self._tracker.popped)
-        for _ in self._tracker.let_go():
-            pass
+        list(self._tracker.let_go())
         after = moving()
         del given, roots, popped
         return replace(found, moved=before, moved_alone=after)
@@ -341,17 +334,17 @@ class StageCopy:
             kept = there - of_seeds - start
             kept_with_output -= sum(alone for _, alone in stashed.values())
             there = meter.begin()
-            self._first_half(functools.partial(_run_backward, roots, seeds))
+            self._first_half(roots, seeds)
             backward = _need(meter, there)
             returned = sum(map(_gradient_bytes, inputs))
             returned_skips = {key: (tensor.nbytes, _gradient_bytes(tensor)) for key, tensor in popped.items()}
-            stored = () if self._weight_store is None else self._weight_store.kept(0)
+            stored = self._weight_store.kept(0)
             input_waits = sum(of_inputs.get(key, 0) for key in set(map(memory_key, stored)))
             del given, inputs, popped, seeds, roots, stored
             self._target = None
             waiting = meter.live - input_waits
             there = meter.begin()
-            self._second_half()
+            self._weight_store.add_weight_gradients(0, again=False)
             weight = _need(meter, there)
         return ActionBytes(
             given=sum(of_inputs.values()),
@@ -371,27 +364,22 @@ class StageCopy:
         )
 
     def _forward(self, given: Any) -> Any:
-        if self._weight_store is not None:
-            self._weight_store.begin(0)
+        self._weight_store.begin(0)
         target = (self._target,) if self._takes_target else ()
         with skip_tracker.using(self._tracker):
             output = run_layers(self._in_order, entered(given), is_call=self._is_first, target=target)
         if self._loss is not None:
             function = self._loss.function
             output = self._loss.part(output if function is None else function(output, self._target), 0)
-        if self._weight_store is not None:
-            self._weight_store.end()
+        self._weight_store.end()
         return output
 
-    def _first_half(self, backward: Callable[[], None]) -> None:
-        if self._weight_store is None:
-            backward()
-        else:
-            self._weight_store.differentiate(0, backward)
+    def _first_half(self, roots: Sequence[Any], seeds: Sequence[Tensor]) -> None:
+        def backward() -> None:
+            if roots:
+                torch_private.run_backward(tuple(roots), tuple(seeds), False)
 
-    def _second_half(self) -> None:
-        if self._weight_store is not None:
-            self._weight_store.add_weight_gradients(0, again=False)
+        self._weight_store.differentiate(0, backward)
 
     def _fresh(self, value: Any) -> Any:
         """Copies of the stage's input for one pass, which may overwrite them."""
@@ -478,11 +466,6 @@ def _need(meter: StorageMeter, before: int) -> Need:
 def _ones(end: Tensor) -> Tensor:
     """Ones without memory of their own, since a sample may be as large as memory allows; rates count bytes on meta."""
     return torch.ones_like(end) if end.is_meta else torch.ones((), dtype=end.dtype, device=end.device).expand_as(end)
-
-
-def _run_backward(roots: Sequence[Any], seeds: Sequence[Tensor]) -> None:
-    if roots:
-        torch_private.run_backward(tuple(roots), tuple(seeds), False)
 
 
 # ---- a run that leaves no trace --------------------------------------------------------------------------------------
