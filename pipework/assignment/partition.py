@@ -7,6 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -269,18 +270,37 @@ def choose_partitioning(
     if not layers:
         return Partitioning((), ())
 
+    wanted = [
+        usable_device(layer.device, f"WithDevice of layer {index}", machine) if isinstance(layer, WithDevice) else None
+        for index, layer in enumerate(layers)
+    ]
     if counts is None and places is None and is_placed(module):
-        chosen = _where_they_are(layers, lies_on, machine)
-    else:
-        if places is None:
-            places = default_devices(len(layers) if counts is None else len(counts), counts is not None, machine)
-        if counts is None:
-            counts = minimax_partition(estimated_costs(module), max(1, min(len(places), len(layers))))
-        if len(places) < len(counts):
-            raise too_few_devices(len(places), len(counts))
-        chosen = Partitioning(tuple(counts), tuple(places[: len(counts)]))
-    _check_placement(layers, chosen, machine)
-    return chosen
+        return _where_they_are(lies_on, wanted)
+    if places is None:
+        places = default_devices(len(layers) if counts is None else len(counts), counts is not None, machine)
+    if counts is None:
+        counts = minimax_partition(estimated_costs(module), max(1, min(len(places), len(layers))))
+    if len(places) < len(counts):
+        raise too_few_devices(len(places), len(counts))
+    targets = [str(device) for count, device in zip(counts, places, strict=False) for _ in range(count)]
+    for index, (device, target) in enumerate(zip(wanted, targets, strict=True)):
+        if device is not None and str(device) != target:
+            raise ValueError(
+                f"layer {index} is wrapped in WithDevice for {str(device)!r}, but balance= and devices= put it on "
+                f"{target!r}: remove the wrapper, or leave balance= and devices= out"
+            )
+    return Partitioning(tuple(counts), tuple(places[: len(counts)]))
+
+
+def grouped(layers: Sequence[tuple[str, nn.Module]], balance: Sequence[int]) -> list[nn.Sequential]:
+    """A module for each stage, with so many layers, which keep their names.
+
+    Example:
+        >>> [list(stage._modules) for stage in grouped([("0", nn.ReLU()), ("1", nn.ReLU()), ("2", nn.ReLU())], [1, 2])]
+        [['0'], ['1', '2']]
+    """
+    ends = accumulate(balance, initial=0)
+    return [nn.Sequential(OrderedDict(layers[begin:end])) for begin, end in pairwise(ends)]
 
 
 def split_layers(
@@ -308,15 +328,10 @@ def split_layers(
         >>> list(second.state_dict()), second[0] is module[2]
         (['2.weight', '2.bias'], True)
     """
-    children = named_layers(module)
-    partitions = []
-    start = 0
-    for count in partitioning.balance:
-        cut = children[start : start + count]
-        part = nn.Sequential(OrderedDict((n, each.module if isinstance(each, WithDevice) else each) for n, each in cut))
+    layers = [(name, each.module if isinstance(each, WithDevice) else each) for name, each in named_layers(module)]
+    partitions = grouped(layers, partitioning.balance)
+    for part in partitions:
         part.training = module.training  # the container's flag only: layers keep their own
-        partitions.append(part)
-        start += count
     stages = [number for number in range(len(partitions)) if here is None or number in here]
     own, devices = [partitions[n] for n in stages], [partitioning.devices[n] for n in stages]
     refuse_released(own)
@@ -375,32 +390,15 @@ def is_placed(module: nn.Sequential) -> bool:
     return any(isinstance(layer, WithDevice) for layer in module) or len(lies_on - {None}) > 1
 
 
-def _where_they_are(layers: list[nn.Module], lies_on: list[torch.device | None], machine: Machine) -> Partitioning:
-    counts: list[int] = []
+def _where_they_are(lies_on: list[torch.device | None], wanted: list[torch.device | None]) -> Partitioning:
+    """A partition begins at each change of the device, and at each layer that is wrapped for a CPU worker."""
+    begins: list[int] = []
     devices: list[torch.device] = []
-    waiting = 0  # layers without a device at the start: they join the first layer that has one
-    for index, (layer, place) in enumerate(zip(layers, lies_on, strict=True)):
-        wrapped = isinstance(layer, WithDevice)
-        if isinstance(layer, WithDevice):
-            place = usable_device(layer.device, f"WithDevice of layer {index}", machine)
-        if place is not None and (not devices or place != devices[-1] or (wrapped and place.type == "cpu")):
+    for index, (found, wrapped) in enumerate(zip(lies_on, wanted, strict=True)):
+        place = wrapped or found
+        if place is not None and (place not in devices[-1:] or (wrapped is not None and place.type == "cpu")):
+            begins.append(index)
             devices.append(place)
-            counts.append(waiting)
-            waiting = 0
-        if devices:
-            counts[-1] += 1
-        else:
-            waiting += 1
-    return Partitioning(tuple(counts), tuple(devices))
-
-
-def _check_placement(layers: list[nn.Module], chosen: Partitioning, machine: Machine) -> None:
-    targets = [device for count, device in zip(chosen.balance, chosen.devices, strict=True) for _ in range(count)]
-    for index, (layer, target) in enumerate(zip(layers, targets, strict=True)):
-        if isinstance(layer, WithDevice):
-            wanted = usable_device(layer.device, f"WithDevice of layer {index}", machine)
-            if wanted != target:
-                raise ValueError(
-                    f"layer {index} is wrapped in WithDevice for {str(wanted)!r}, but balance= and devices= put it on "
-                    f"{str(target)!r}: remove the wrapper, or leave balance= and devices= out"
-                )
+    # Layers without a device at the start join the first layer that has one.
+    ends = [0, *begins[1:], len(lies_on)]
+    return Partitioning(tuple(end - begin for begin, end in pairwise(ends)), tuple(devices))

@@ -158,13 +158,11 @@ class Plan(SavedAsJson):
 
     def __str__(self) -> str:
         schedule, step = self.schedule, self.seconds
-        away = Counter(stage for stage, _ in offloaded(schedule))
+        again, away = (Counter(stage for stage, _ in each(schedule)) for each in (recomputed, offloaded))
         rows: list[tuple[str, ...]] = [
-            ("worker", "device", "layers", "busy", "recomputes", *(["offloads"] if away else []),
-             "weights, gradients, optimizer", "activations", "temporary", "total", "limit",
-             *(["in host memory"] if away else [])),
+            ("worker", "device", "layers", "busy", "recomputes", "weights, gradients, optimizer", "activations",
+             "temporary", "total", "limit", "offloads", "in host memory"),
         ]  # fmt: skip
-        again = Counter(stage for stage, _ in recomputed(schedule))
         names = [layer.name for layer in self.layers]
         spans = list(pairwise(accumulate(self.balance, initial=0)))
         for worker, held in enumerate(self.workers):
@@ -178,18 +176,19 @@ class Plan(SavedAsJson):
                     "; ".join(" .. ".join(dict.fromkeys(each)) for each in ends),
                     time_text(self.simulation.busy[worker], "s"),
                     self._shares(again, stages),
-                    *([self._shares(away, stages)] if away else []),
                     *(memory_text(size, "bytes") for size in sizes),
                     "-" if held.limit == inf else memory_text(held.limit, "bytes"),
-                    *([memory_text(held.host, "bytes")] if away else []),
+                    self._shares(away, stages),
+                    memory_text(held.host, "bytes"),
                 )
             )
+        shown = len(rows[0]) if away else -2
         rate = self.batch / step if step else inf
         rows_text = f"{'up to ' if self.batch % self.chunks else ''}{counted(-(-self.batch // self.chunks), 'row')}"
         lines = [
             f"plan: {counted(len(self.layers), 'layer')} on {counted(len(self.devices), 'worker')}, "
             f"{counted(self.chunks, 'micro-batch')} of {rows_text}, schedule {schedule.name!r}",
-            *(line.rstrip() for line in aligned(rows, left={1, 2})),
+            *(line.rstrip() for line in aligned([row[:shown] for row in rows], left={1, 2})),
             f"step {time_text(step, 's')} {'estimated' if self.estimated else 'predicted'}, "
             f"bubble {self.simulation.bubble:.1%}; {rate:{',.0f' if rate >= 100 else '.3g'}} rows a second",
             f"lower bound {time_text(self.bound, 's')} for these stages (gap {self.gap:.1%})",
@@ -219,11 +218,7 @@ class Plan(SavedAsJson):
             OSError: the file cannot be written.
         """
         path = Path(path)
-        texts = {
-            ".json": self.to_json,
-            ".csv": self._to_csv,
-            ".svg": self._repr_svg_,
-        }
+        texts = {".json": self.to_json, ".csv": self._to_csv, ".svg": self._repr_svg_}
         if path.suffix not in texts:
             raise ValueError(f"{path}: a plan is saved as {', '.join(texts)}, not as {path.suffix!r}")
         path.write_text(texts[path.suffix](), encoding="utf-8")

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 import pipework
-from pipework.assignment.partition import chosen_devices
+from pipework.assignment.partition import chosen_devices, grouped
+from pipework.model.sequential import named_layers
 from pipework.planning.measuring.any_model import as_layers
 from pipework.planning.measuring.links import device_kind
 from pipework.planning.measuring.on_ranks import plan_on_ranks
 from pipework.planning.measuring.predict import predict_step
-from pipework.planning.measuring.profile import SIZES, checked_report, grouped, micro_batch_sizes, profile_of
+from pipework.planning.measuring.profile import SIZES, checked_report, micro_batch_sizes, profile_of
 from pipework.planning.measuring.sample_batch import SampleBatch
 from pipework.planning.measuring.stage_copy import now, traceless
 from pipework.planning.plan import Plan, WorkerBytes
@@ -352,7 +353,7 @@ def measured_plan(plan: Plan, limits: Mapping[str, float], module: nn.Sequential
         batch: the mini-batch.
     """
     found = predict_step(
-        grouped(module, plan.balance),
+        grouped(named_layers(module), plan.balance),
         [torch.device(plan.devices[worker]) for worker in plan.schedule.placement],
         plan.schedule,
         *batch.micro_batches(-(-plan.batch // plan.chunks)),

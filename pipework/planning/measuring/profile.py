@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack
-from itertools import accumulate, pairwise
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +14,7 @@ import torch
 from torch import nn
 
 from pipework.assignment.from_plan import layer_info
-from pipework.assignment.partition import check_initialised, chosen_devices
+from pipework.assignment.partition import check_initialised, chosen_devices, grouped
 from pipework.model.sequential import named_layers
 from pipework.planning.layer_costs import DeviceKind, LayerBytes, LayerSeconds, LinkSpeed, SkipBytes
 from pipework.planning.measuring.any_model import as_layers
@@ -241,20 +239,9 @@ def _layer_bytes(measured: Measured) -> LayerBytes:
     )
 
 
-def grouped(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
-    """A module for each stage, with so many layers, which keep their names.
-
-    Example:
-        >>> [list(stage._modules) for stage in grouped(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU()), [1, 2])]
-        [['0'], ['1', '2']]
-    """
-    layers, ends = named_layers(module), accumulate(balance, initial=0)
-    return [nn.Sequential(OrderedDict(layers[begin:end])) for begin, end in pairwise(ends)]
-
-
 def alone(module: nn.Sequential) -> list[nn.Sequential]:
     """Each layer as a stage of its own."""
-    return grouped(module, [1] * len(module))
+    return grouped(named_layers(module), [1] * len(module))
 
 
 def checked_report(progress: Any) -> Callable[[str], None]:
