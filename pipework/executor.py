@@ -381,10 +381,10 @@ class Executor:
         if target is None and not program.loss_may_be_outside:
             how = f"pipe.predict({self.call[1]})"
             raise self.settings.missing_target(program.schedule.name, call=how, given=keyword_inputs)
-        stages, split = list(self._partitions.values()), (batch, batch.targets, batch.loss)
+        stages = list(self._partitions.values())
         steps = self.engine_in_use().captured_steps if self.settings.graph_names and target is not None else None
         options["graphs"] = steps is not None and steps.is_on
-        return predict_step(stages, self._devices, program.schedule, *split, self.tuples, **options)
+        return predict_step(stages, self._devices, program.schedule, batch, self.tuples, **options)
 
     def schedule(self, micro_batches: int | None) -> Schedule:
         """See `Pipe.schedule`."""

@@ -11,12 +11,12 @@ from torch import nn
 from pipework.assignment.partition import (
     Machine,
     Partitioning,
+    check_sequential,
     checked_balance,
     checked_devices,
     choose_partitioning,
     default_devices,
     is_placed,
-    not_sequential,
     too_few_devices,
 )
 from pipework.model.checkpoint import AS_SCHEDULED, checkpointed_micro_batches
@@ -152,8 +152,7 @@ def assign(
             which numbers fit.
         IndexError: fewer devices than workers.
     """
-    if not isinstance(module, nn.Sequential):
-        raise not_sequential(module)
+    check_sequential(module)
     if not isinstance(schedule, str | ScheduleSpec | Schedule):
         raise TypeError(f"schedule is {schedule!r}: wanted a name such as '1f1b', a ScheduleSpec or a Schedule")
     machine = Machine.here()

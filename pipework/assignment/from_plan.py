@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from pipework.assignment.partition import not_sequential
+from pipework.assignment.partition import check_sequential
 from pipework.model.checkpoint import AS_SCHEDULED
 from pipework.model.parts.leaves import held_by
 from pipework.model.sequential import named_layers
@@ -42,8 +42,7 @@ def planned(settings: Settings, module: nn.Sequential, *, usual: str = "gpipe") 
             f"plan is of type {type(plan).__name__}: wanted a Plan, as pipework.plan(model, sample) or "
             "pipework.plan(profile, devices=...) returns it, or Plan.load(path)"
         )
-    if not isinstance(module, nn.Sequential):
-        raise not_sequential(module)
+    check_sequential(module)
     usually = {"chunks": 1, "checkpoint": "except_last", "balance": None, "schedule": usual, "offload": False}
     for name, default in usually.items():
         if getattr(settings, name) != default:

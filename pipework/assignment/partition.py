@@ -118,13 +118,15 @@ def default_devices(wanted: int, exactly: bool, machine: Machine) -> list[torch.
     return [torch.device("cpu")] * workers
 
 
-def not_sequential(module: object) -> TypeError:
-    """The error for a module that is not an ``nn.Sequential``."""
+def check_sequential(module: object) -> None:
+    """Raises ``TypeError`` unless the module is an ``nn.Sequential``."""
+    if isinstance(module, nn.Sequential):
+        return
     got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
     advice = "write nn.Sequential(*layers), or keep the model and take pipework.attach(model, sample, ...)"
     if hasattr(module, "partitions"):
         advice = "it is one already, so pass its layers, nn.Sequential(*layers)"
-    return TypeError(f"module must be nn.Sequential to be partitioned, got {got}: {advice}")
+    raise TypeError(f"module must be nn.Sequential to be partitioned, got {got}: {advice}")
 
 
 def too_few_devices(devices: int, partitions: int, what: str = "partitions") -> IndexError:
@@ -259,8 +261,7 @@ def choose_partitioning(
         >>> choose_partitioning(module, [3, 1], ["cpu", "cpu", "cpu"]).balance
         (3, 1)
     """
-    if not isinstance(module, nn.Sequential):
-        raise not_sequential(module)
+    check_sequential(module)
     machine = machine or Machine.here()
     layers = list(module)
     check_initialised(module)

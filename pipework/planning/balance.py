@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipework.assignment.minimax import check_partitions, minimax_on_devices, minimax_partition
-from pipework.assignment.partition import Machine, checked_devices, too_few_devices
+from pipework.assignment.partition import Machine, check_sequential, checked_devices, too_few_devices
 from pipework.model import mini_batch
 from pipework.model.sequential import tuple_rule
 from pipework.planning.measuring.links import device_kind
@@ -63,7 +63,8 @@ def balance_by_time(
         >>> sum(balance_by_time(2, module, torch.zeros(4, 8), timeout=0.01, devices=["cpu", "cpu"]))
         4
     """
-    check_partitions(partitions, _layers_of(module))
+    check_sequential(module)
+    check_partitions(partitions, len(module))
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             raise ValueError(f"some parameter already has gradient: {name!r}; call zero_grad() on the module first")
@@ -117,7 +118,8 @@ def balance_by_size(
         >>> balance_by_size(2, module, torch.zeros(4, 8), device="meta")
         [3, 1]
     """
-    check_partitions(partitions, _layers_of(module))
+    check_sequential(module)
+    check_partitions(partitions, len(module))
     if chunks < 1:
         raise ValueError(f"chunks must be at least 1, got {chunks}")
     if param_scale < 0:
@@ -129,15 +131,6 @@ def balance_by_size(
     ]
     sizes[0] += found.bytes[0][0].input  # that of a later layer is made by the layer before
     return minimax_partition(sizes, partitions)
-
-
-def _layers_of(module: Any) -> int:
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(
-            f"module is {type(module).__name__}: wanted an nn.Sequential, after the number of partitions, as in "
-            "balance_by_time(2, module, sample)"
-        )
-    return len(module)
 
 
 def _measuring_device(device: Device | None) -> torch.device:

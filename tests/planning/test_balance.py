@@ -148,7 +148,7 @@ def test_wrong_uses_are_refused():
         (balance_by_time, (2, two), {"devices": ["cpu"]}, IndexError, r"too few devices .*devices: 1, partitions: 2"),
         (balance_by_time, (2, two), {"devices": "cpu"}, TypeError, "must be a list with the device of each partition"),
         (balance_by_time, (1, trained), {}, ValueError, r"already has gradient: '0\.weight'; call zero_grad"),
-        (balance_by_time, (two, 2), {}, TypeError, "module is int: wanted an nn.Sequential, after the number of part"),
+        (balance_by_time, (two, 2), {}, TypeError, "module must be nn.Sequential to be partitioned, got int"),
         (balance_by_size, (0, two), {}, ValueError, "at least 1, got 0"),
         (balance_by_size, (3, two), {}, ValueError, "cannot make 3 partitions of 2 layers"),
         (balance_by_size, (1, two), {"chunks": 0}, ValueError, "chunks must be at least 1, got 0"),

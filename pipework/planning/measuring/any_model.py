@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pipework.assignment.partition import not_sequential
+from pipework.assignment.partition import check_sequential
 from pipework.integrations import adapter_for
 from pipework.model.parts.cut import Cuttable
 from pipework.model.parts.sample import ForwardArguments, LossPlace, as_given
@@ -53,7 +53,7 @@ def as_layers(
     if isinstance(model, nn.Sequential):
         return model, given
     if not isinstance(model, nn.Module) or hasattr(model, "partitions"):
-        raise not_sequential(model)
+        check_sequential(model)
     adapter = adapter_for(model)
     inputs, named = as_given(sample)
     name = target if isinstance(target, str) else "labels" if loss_fn is None else "target"

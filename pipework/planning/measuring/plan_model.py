@@ -356,7 +356,7 @@ def measured_plan(plan: Plan, limits: Mapping[str, float], module: nn.Sequential
         grouped(named_layers(module), plan.balance),
         [torch.device(plan.devices[worker]) for worker in plan.schedule.placement],
         plan.schedule,
-        *batch.micro_batches(-(-plan.batch // plan.chunks)),
+        batch.micro_batches(-(-plan.batch // plan.chunks)),
         batch.tuples,
         optimizer=plan.optimizer,
         timeout=0.0,

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from pipework.model.mini_batch import MiniBatch
     from pipework.model.sequential import TupleRule
     from pipework.planning.measuring.stage_copy import Measured
-    from pipework.runtime.stage.loss import InnerLoss
-    from pipework.runtime.transport import Message
     from pipework.schedule import Schedule, Simulation
 
 
@@ -133,9 +131,7 @@ def predict_step(
     partitions: Sequence[nn.Sequential],
     devices: Sequence[torch.device],
     schedule: Schedule,
-    split: MiniBatch,
-    targets: Sequence[Message] | None,
-    loss: InnerLoss | None,
+    batch: MiniBatch,
     tuples: TupleRule,
     *,
     optimizer: torch.optim.Optimizer | float | None,
@@ -150,9 +146,8 @@ def predict_step(
         partitions: the layers of each stage. They are copied, one stage at a time, and stay as they are.
         devices: of each stage.
         schedule: of the whole step.
-        split: the mini-batch in micro-batches, of which the largest is measured.
-        targets: of each micro-batch; None: the loss is outside.
-        loss: what the last stage computes; None: the loss is outside.
+        batch: the mini-batch in micro-batches, of which the largest is measured, with targets and loss; without a loss,
+            that is outside.
         tuples: how a tuple goes from one layer to the next.
         optimizer: whose state is counted; a number: so many numbers for each parameter; None: there is none.
         timeout: seconds to measure each stage; at least one pass is timed.
@@ -172,7 +167,7 @@ def predict_step(
     measured = measure_stages(
         partitions,
         devices,
-        largest_sample(split, targets, loss, tuples),
+        largest_sample(batch, tuples),
         None if "forward" in known else timeout,
         progress or logging.getLogger("pipework").info,
         cpu_workers=len({w for w, device in zip(schedule.placement, devices, strict=True) if device.type == "cpu"}),
@@ -190,7 +185,7 @@ def predict_step(
         links = {device: measure_host_link(device) for device in {*devices}}
         copying = [links[device].seconds(sum(each)) for device, each in zip(devices, away, strict=True)]
         costs = replace(costs, offload=copying, reload=copying)
-    simulation = simulate(schedule, replace(costs, **known), loss_outside=loss is None)
+    simulation = simulate(schedule, replace(costs, **known), loss_outside=batch.loss is None)
     states, steps = _optimizer_bytes(optimizer, partitions, devices)
     if isinstance(optimizer, HostOptimizer):
         for stage, worker in enumerate(schedule.placement):
@@ -202,15 +197,15 @@ def predict_step(
         StageBytes(info.weights, info.trained * (1 + graphs), info.buffers, round(peak), state)
         for info, peak, state in zip(infos, simulation.stage_peak_memory, states, strict=True)
     ]
-    outputs = () if loss is not None else (sizes[-1].message,) * schedule.micro_batches
-    of_targets = [sum(map(bytes_of, tensors)) for tensors, _ in targets or ()]
+    outputs = () if batch.loss is not None else (sizes[-1].message,) * schedule.micro_batches
+    of_targets = [sum(map(bytes_of, tensors)) for tensors, _ in batch.targets or ()]
     statics, orders = of_targets if graphs else None, schedule.orders if moves else ()
     peaks = device_peaks(simulation.timeline, sizes, devices, outputs, statics, orders)
     for device, peak in peaks.items():
         own = [(partitions[n], stages[n]) for n, at in enumerate(devices) if at == device]
         after = sum(stage.gradients for _, stage in own) // (1 + graphs) + steps[device]
         peaks[device] = _fixed_bytes(own, device) + (peak + after if graphs else max(peak, after))
-    peaks[devices[0]] += sum(map(bytes_of, split.tensors))
+    peaks[devices[0]] += sum(map(bytes_of, batch.tensors))
     peaks[devices[-1]] += sum(of_targets)
     return Prediction(
         tuple(devices), tuple(stages), simulation.costs, simulation, peaks, tuple(host), free_host_memory()

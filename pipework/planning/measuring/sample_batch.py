@@ -21,11 +21,8 @@ from pipework.values import nested
 from pipework.values.tensor_form import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pipework.model.marks import OwnSplit
     from pipework.model.mini_batch import MiniBatch
-    from pipework.runtime.transport import Message
 
 _CPU = torch.device("cpu")
 
@@ -115,7 +112,7 @@ class SampleBatch:
         loss = self.loss_fn.to(device) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
         return replace(self, loss_fn=loss, device=device)
 
-    def micro_batches(self, rows: int) -> tuple[MiniBatch, Sequence[Message] | None, InnerLoss | None]:
+    def micro_batches(self, rows: int) -> MiniBatch:
         """The mini-batch in micro-batches of so many rows, the last one with what is left, or as the caller cut it."""
         split, target = self._cut(1 if self.split is None else -(-self.rows // rows))
         if split.is_cut:
@@ -125,31 +122,22 @@ class SampleBatch:
             split = mini_batch.MiniBatch.of(
                 whole.tensors, tuple([each and sizes for each in whole.pieces.sizes]), structure, dims=whole.pieces.dims
             )
-        if target is None:
-            return split, None, None
-        split.cut_target(target, self.device)
-        # Weights of micro-batches depend on what targets hold, and the time of a product does not.
-        count = len(split.micro_batches)
-        return split, split.targets, InnerLoss(self.loss_fn, (1.0,) * count, micro_batches=count)
+        if target is not None:
+            split.cut_target(target, self.device)
+            # Weights of micro-batches depend on what targets hold, and the time of a product does not.
+            count = len(split.micro_batches)
+            split.loss = InnerLoss(self.loss_fn, (1.0,) * count, micro_batches=count)
+        return split
 
     def sample(self, rows: int) -> Sample:
         """The largest micro-batch of so many rows; see `micro_batches`."""
-        return largest_sample(*self.micro_batches(rows), self.tuples)
+        return largest_sample(self.micro_batches(rows), self.tuples)
 
 
-def largest_sample(
-    split: MiniBatch, targets: Sequence[Message] | None, loss: InnerLoss | None, tuples: TupleRule
-) -> Sample:
-    """The micro-batch with the most bytes.
-
-    Args:
-        split: the mini-batch.
-        targets: of each micro-batch; None: the loss is outside.
-        loss: what the last stage computes; None: the loss is outside.
-        tuples: how a tuple goes from one layer to the next.
-    """
-    sizes = [sum(map(bytes_of, tensors)) for tensors, _ in split.micro_batches]
+def largest_sample(batch: MiniBatch, tuples: TupleRule) -> Sample:
+    """The micro-batch with the most bytes; `tuples` says how a tuple goes from one layer to the next."""
+    sizes = [sum(map(bytes_of, tensors)) for tensors, _ in batch.micro_batches]
     largest = sizes.index(max(sizes))
-    arguments, keywords = mini_batch.arguments_of(split.micro_batches[largest])
-    target = None if targets is None else nested.unflatten(*targets[largest])
-    return Sample(arguments, keywords, loss, target, tuples)
+    arguments, keywords = mini_batch.arguments_of(batch.micro_batches[largest])
+    target = None if batch.targets is None else nested.unflatten(*batch.targets[largest])
+    return Sample(arguments, keywords, batch.loss, target, tuples)
