@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
     "": 2_165,
-    "assignment": 530,
+    "assignment": 516,
     "autograd": 1_346,
     "cli": 400,
     "compat": 500,
@@ -19,7 +19,7 @@ PACKAGE = {
     "distributed": 3_268,
     "integrations": 920,
     "model": 3_921,
-    "planning": 2_921,
+    "planning": 2_897,
     "runtime": 4_707,
     "saving": 1_193,
     "schedule": 2_994,
@@ -28,7 +28,7 @@ PACKAGE = {
     "timeline": 265,
     "values": 697,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_970, 271
+PACKAGE_LINES, PACKAGE_FILES = 26_935, 271
 TEST_LINES = 39_319
 DOC_WORDS = 44_691
 
