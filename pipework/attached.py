@@ -45,11 +45,7 @@ if TYPE_CHECKING:
 
 
 def to_sequential(
-    model: nn.Module,
-    sample: Any,
-    *,
-    balance: Sequence[int] | None = None,
-    blocks: Collection[type | str] | None = None,
+    model: nn.Module, sample: Any, *, balance: Sequence[int] | None = None, blocks: Collection[type | str] | None = None
 ) -> nn.Sequential:
     """Any module as layers for `Pipe`, without rewriting it.
 

@@ -114,6 +114,12 @@ saved_tensor_hooks: Callable[[], tuple[Callable[[Tensor], Any], Callable[[Any], 
 version: Callable[[Tensor], int] = operator.attrgetter("_version")
 """How often a tensor was changed in place; raises a RuntimeError for tensors of inference mode."""
 
+
+def counted_version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 in inference mode, where PyTorch does not count."""
+    return 0 if tensor.is_inference() else version(tensor)
+
+
 unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = _private("torch.ops.aten._unsafe_view.default")
 """The same memory in another shape. It is the one differentiable operator whose result is not a view, so in-place
 operations are allowed on it also if the tensor is a leaf."""
@@ -247,6 +253,12 @@ def memory_key(tensor: Tensor) -> int | None:
     """
     storage = storage_of(tensor)
     return None if storage is None else storage_key(storage)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that is equal for tensors that share memory: a change of one may change another one with the same."""
+    key = memory_key(tensor)
+    return id(tensor) if key is None else key
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

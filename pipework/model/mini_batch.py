@@ -252,12 +252,7 @@ class MiniBatch:
         own = [tensor.is_leaf and tensor.requires_grad for tensor in self.tensors]
         return frozenset([n for places in self.pieces.places for n, place in enumerate(places) if own[place]])
 
-    def cut_target(
-        self,
-        target: Any,
-        device: torch.device,
-        layout: Layout | None = None,
-    ) -> None:
+    def cut_target(self, target: Any, device: torch.device, layout: Layout | None = None) -> None:
         """Sets the targets of the micro-batches, and the rows that weigh their losses.
 
         Args:

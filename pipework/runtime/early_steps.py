@@ -49,12 +49,7 @@ class EarlySteps:
     """
 
     def __init__(
-        self,
-        make: Make,
-        finish: Callable[[], object],
-        groups: Iterable[Group],
-        links: HostLinks,
-        executor: Executor,
+        self, make: Make, finish: Callable[[], object], groups: Iterable[Group], links: HostLinks, executor: Executor
     ) -> None:
         own = executor.parameters_of_one_stage
         self._make, self._finish, self._links, self._executor = make, finish, links, executor

@@ -7,13 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pipework.runtime.free_memory import processes_on_host
-from pipework.schedule import (
-    simulate,
-    validate,
-    with_communication,
-    with_gradient_reduction,
-    with_skips,
-)
+from pipework.schedule import simulate, validate, with_communication, with_gradient_reduction, with_skips
 from pipework.schedule.edges import awaited, offloaded, recomputed
 from pipework.schedule.host_peaks import host_peaks
 from pipework.schedule.passes.sharding import sharded_order

@@ -120,11 +120,7 @@ class Reference:
 
 
 def reference_backward(
-    model: nn.Sequential,
-    inputs: Any,
-    loss_fn: Callable[[Any], Tensor],
-    chunks: int,
-    key: int,
+    model: nn.Sequential, inputs: Any, loss_fn: Callable[[Any], Tensor], chunks: int, key: int
 ) -> Reference:
     """Runs forward and backward like a pipe with the loss outside, to the last bit.
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from pipework import torch_private
 from pipework.model.parts import run as runs
 from pipework.model.parts.leaves import flatten, held_by, mapped, tensors_in
-from pipework.model.parts.run import Message, PartRun, memory_of
+from pipework.model.parts.run import Message, PartRun
 from pipework.model.parts.side_effects import (
     KeptState,
     LeftTensors,
@@ -28,6 +28,7 @@ from pipework.model.parts.side_effects import (
 )
 from pipework.model.parts.trace import END, CannotCut, PartSpan, Source, Trace, call_name, input_name
 from pipework.signatures import positional_names as names_of_arguments
+from pipework.torch_private import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

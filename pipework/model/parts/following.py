@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import nn
 
 from pipework import torch_private
-from pipework.model.parts.run import version_of
 from pipework.model.parts.skeleton import Unit, own_attributes, refers_to_module, share
 from pipework.model.release import released_from
 
@@ -149,7 +148,7 @@ def _state(container: str, module: nn.Module) -> _State:
     state: _State = {("attribute", name): (own[name], 0) for name in own if container or name not in _FORWARDS}
     state |= {("parameter", name): (value, 0) for name, value in module._parameters.items()}
     for name, value in module._buffers.items():
-        state["buffer", name] = value, 0 if value is None or value.is_meta else version_of(value)
+        state["buffer", name] = value, 0 if value is None or value.is_meta else torch_private.counted_version(value)
     return state
 
 

@@ -17,6 +17,7 @@ from pipework.model.parts.leaves import Absent, flatten, held_by, mapped, tensor
 from pipework.model.parts.trace import EARLIER, LATER, Source, input_name, positional_names
 from pipework.runtime.failure import add_note
 from pipework.runtime.random.streams import streams_inside
+from pipework.torch_private import counted_version, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -87,7 +88,7 @@ class PartRun:
         Raises:
             RuntimeError: the glue has changed in place what a unit returned, as it did not for the sample.
         """
-        changed = sorted({call for call, tensor, version in self._returned if version_of(tensor) != version})
+        changed = sorted({call for call, tensor, version in self._returned if counted_version(tensor) != version})
         if changed:
             raise RuntimeError(
                 f"{self._span.trace.model}'s forward changes {', '.join(changed)} in place, as it did not for the "
@@ -158,7 +159,7 @@ class PartRun:
         tensors = held_by(*values)  # also those that an object holds
         if self.lacks_any(tensor for value in values for tensor in tensors_in(value)):
             raise self.reads_absent(call.name)
-        versions = [version_of(tensor) for tensor in tensors]
+        versions = [counted_version(tensor) for tensor in tensors]
         self._enter_stream(call.stream)
         if call.changes:  # the glue reads what the unit returns, and later parts may need what it was given
             arguments, keywords = mapped(Tensor, functools.cache(Tensor.clone), (arguments, keywords))
@@ -174,7 +175,7 @@ class PartRun:
             self.is_computing = False
         if beside := self._side_outputs.since(before) if before else {}:
             self._beside[call.name] = beside
-        if versions != [version_of(tensor) for tensor in tensors]:
+        if versions != [counted_version(tensor) for tensor in tensors]:
             raise RuntimeError(
                 f"{call.name} changes in place what it is given, as it did not for the sample, or what an object holds "
                 "that it is given: compute a new tensor there (inplace=False)"
@@ -219,7 +220,7 @@ class PartRun:
 
     def _protect(self, origin: str, tree: Any) -> None:
         """Notes tensors that the glue must not change in place."""
-        self._returned += [(origin, tensor, version_of(tensor)) for tensor in tensors_in(tree)]
+        self._returned += [(origin, tensor, counted_version(tensor)) for tensor in tensors_in(tree)]
 
     def _enter_stream(self, number: int) -> None:
         if self._start_stream is not None:
@@ -274,17 +275,6 @@ class AbsenceWatch(torch_private.ThreadDispatchMode):
             yield
         finally:
             self.__enter__()
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been changed in place; 0 in inference mode, where PyTorch does not count."""
-    return 0 if tensor.is_inference() else torch_private.version(tensor)
-
-
-def memory_of(tensor: Tensor) -> int:
-    """A number that is equal for tensors that share memory."""
-    key = torch_private.memory_key(tensor)
-    return id(tensor) if key is None else key
 
 
 _thread = threading.local()  # its attribute `run` is the run of the current thread

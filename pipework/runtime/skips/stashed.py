@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipework import torch_private
+from pipework.torch_private import counted_version
 from pipework.values.shared_memory import share_memory
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class StashedTensors:
             for skip, tensor in popped.items()
             if skip in self._further or (skip in self._popped_elsewhere and tensor.requires_grad)
         ]
-        return [Arrived(skip, tensor, _version(tensor)) for skip, tensor in found]
+        return [Arrived(skip, tensor, counted_version(tensor)) for skip, tensor in found]
 
     def refuse_overwritten(self, arrived: Sequence[Arrived]) -> None:
         """Checks the stashed inputs after the layers have run.
@@ -93,7 +93,7 @@ class StashedTensors:
             RuntimeError: the layers have changed one of them in place.
         """
         for skip, tensor, version in arrived:
-            if _version(tensor) != version:
+            if counted_version(tensor) != version:
                 key, source = self._skips[skip].key, self._skips[skip].source
                 name = key[1] if isinstance(key, tuple) else key
                 if skip in self._further:
@@ -131,7 +131,3 @@ class StashedTensors:
             if share_memory(tensor, output)
         ]
         return Stashed(structure, tuple(which), same) if which or same else structure
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else torch_private.version(tensor)  # tensors of inference mode have no version

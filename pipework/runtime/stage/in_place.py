@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipework import torch_private
 from pipework.autograd import boundary
+from pipework.torch_private import memory_of
 from pipework.values.shared_memory import share_memory, shares_within
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class InPlaceChanges:
         refusing = [n in self._own_leaves or boundary.is_unchangeable(leaf) for n, leaf in enumerate(leaves)]
         pairs = list(zip(leaves, refusing, strict=True))
         entered = tuple([(boundary.view if refuses else boundary.enter)(leaf) for leaf, refuses in pairs])
-        self.refuses = {_memory(leaf) for leaf, refuses in pairs if refuses}
+        self.refuses = {memory_of(leaf) for leaf, refuses in pairs if refuses}
         if self._batch is not None and micro_batch not in self._checkpointed:
             for (leaf, refuses), each in zip(pairs, entered, strict=True):
                 if each.grad_fn is not None and not refuses:
@@ -92,7 +93,7 @@ class InPlaceChanges:
         """
         leaves = tuple(map(boundary.cut, outputs))
         for output, leaf in zip(outputs, leaves, strict=True):
-            memory = _memory(leaf)
+            memory = memory_of(leaf)
             self.sent.add(memory)
             is_view = output.is_leaf or _viewed(output) is not None
             refuses = leaf.requires_grad and memory in self.refuses
@@ -131,8 +132,8 @@ class InPlaceChanges:
             RuntimeError: the first micro-batch's pass has changed no input. So this input, which is no copy, is lost.
         """
         if found is None:
-            memories = set(map(_memory, outputs))
-            self._passed_on = {n for n, tensor in enumerate(inputs) if _memory(tensor) in memories}
+            memories = set(map(memory_of, outputs))
+            self._passed_on = {n for n, tensor in enumerate(inputs) if memory_of(tensor) in memories}
         if versions == list(map(torch_private.version, inputs)):
             return False
         if found is False:
@@ -158,9 +159,3 @@ class InPlaceChanges:
     @property
     def _the_stage(self) -> str:
         return f"stage {self._stage.index}, which begins with layer {self._stage.layers[0].name!r}"
-
-
-def _memory(tensor: Tensor) -> object:
-    """A key of the tensor's memory: a change of one tensor may change another one with the same key."""
-    key = torch_private.memory_key(tensor)
-    return id(tensor) if key is None else key

@@ -209,13 +209,7 @@ class LossRun:
         return (root.new_empty(()).copy_(scale) if tensor else root.new_full((), scale),), None
 
     def outputs(
-        self,
-        output: Any,
-        target: Any,
-        micro_batch: int,
-        enter_stream: Callable[[int, int], None] | None,
-        *,
-        grad: bool,
+        self, output: Any, target: Any, micro_batch: int, enter_stream: Callable[[int, int], None] | None, *, grad: bool
     ) -> tuple[tuple[Tensor, ...], Structure | None]:
         """The outputs of the stage: the loss; then the output of its layers without a graph, if it is kept.
 
