@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from pipework.planning.measuring.predict import Prediction
     from pipework.runtime.early_steps import EarlySteps
     from pipework.runtime.graphs.captured_step import CapturedStep
-    from pipework.runtime.graphs.captured_steps import GraphCount
     from pipework.runtime.stage.loss import InnerLoss
     from pipework.runtime.transport import Message
     from pipework.schedule import Schedule
@@ -391,12 +390,6 @@ class Executor:
         count = self.settings.chunks if micro_batches is None else micro_batches
         inside = self.settings.loss_fn is not None or not self._program(count, inside=False).loss_may_be_outside
         return self._program(count, inside=inside).schedule
-
-    @property
-    def graphs(self) -> GraphCount | None:
-        """See `Pipe.graphs`."""
-        steps = self.engine_in_use().captured_steps
-        return None if steps is None else steps.count
 
     def refuse_during_steps(self, what: str) -> None:
         """Raises an error within `step_in_backward`, where a thread changes the parameters."""

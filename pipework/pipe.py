@@ -211,7 +211,8 @@ class Pipe(Layers):
             >>> pipe.graphs.replayed
             0
         """
-        return self._executor.graphs
+        steps = self._executor.engine_in_use().captured_steps
+        return None if steps is None else steps.count
 
     @property
     def chunks(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from pipework.model.batchnorm import checked_chunks
 from pipework.model.checkpoint import AS_SCHEDULED, MODES
 from pipework.model.loss.settings import LossSettings, function_identity
 from pipework.schedule import Schedule
@@ -58,8 +59,7 @@ class Settings(LossSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
-            raise ValueError(f"number of chunks must be positive integer, got {self.chunks!r}")
+        checked_chunks(self.chunks)
         own = isinstance(self.schedule, Schedule)
         if self.checkpoint not in MODES and not (own and self.checkpoint == AS_SCHEDULED):
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never': got {self.checkpoint!r}")

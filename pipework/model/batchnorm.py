@@ -134,7 +134,7 @@ class DeferredBatchNorm(BatchNorm):
     ) -> None:
         without = {} if bias else {"bias": False}  # which PyTorch 2.11 does not know
         super().__init__(num_features, eps, momentum, affine, True, device, dtype, **without)
-        self._prepare(_checked(chunks), BatchNorm)
+        self._prepare(checked_chunks(chunks), BatchNorm)
 
     def _prepare(self, chunks: int, replaces: type[BatchNorm]) -> None:
         self.chunks = chunks
@@ -259,7 +259,7 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
         >>> module[1].chunks
         8
     """
-    _checked(chunks)
+    checked_chunks(chunks)
     replacements = {
         id(found): _deferred(found, chunks)
         for found in module.modules()
@@ -319,7 +319,8 @@ def _deferred(batch_norm: BatchNorm, chunks: int) -> nn.Module:
     return deferred
 
 
-def _checked(chunks: int) -> int:
+def checked_chunks(chunks: int) -> int:
+    """The number of micro-batches; raises a ValueError if it is not a positive integer."""
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
     return chunks

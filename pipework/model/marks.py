@@ -232,8 +232,6 @@ def flattened(
         TypeError: there are `MicroBatches` in it.
         ValueError: a tensor in `Chunk` does not have its dimension.
     """
-    if type(value) is Tensor:  # the usual case; subclasses take the general way below
-        return (value,), None, (None,)
     marks: dict[int, int] = {}
 
     def unwrap(wrapper: NoChunk | Chunk | MicroBatches) -> Any:

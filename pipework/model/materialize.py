@@ -363,7 +363,7 @@ class MetaMemory:
         """Moves tensors back to the meta device; without arguments, all tensors that have got memory."""
         with torch_private.without_flat_weights(self._module):
             for tensor in tensors or self.tensors:
-                _exchange(tensor, self._meta.pop(id(tensor))[1])
+                swap_tensors(tensor, self._meta.pop(id(tensor))[1])  # type: ignore[no-untyped-call]
 
     def _give(self, name: str, tensor: Tensor, device: torch.device) -> None:
         if torch_private.has_tensor_hooks(tensor):
@@ -380,17 +380,13 @@ class MetaMemory:
         other.__class__ = type(tensor)
         other.__dict__.update(tensor.__dict__)  # attributes that users have set on a parameter
         try:
-            _exchange(tensor, other)
+            swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise RuntimeError(
                 f"{name!r} lies on the meta device and cannot be given memory, because another object holds on to it "
                 f"({error}): make that object, such as a graph, a compiled module or a wrapper, after the pipe"
             ) from error
         self._meta[id(tensor)] = (tensor, other, torch_private.version(local_part(tensor)))
-
-
-def _exchange(tensor: Tensor, other: Tensor) -> None:
-    swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
 
 
 def _mark(dtype: torch.dtype) -> Any:

@@ -262,9 +262,8 @@ class PlainModel:
 def cotangents_of(outputs: Sequence[Tensor]) -> list[Tensor | None]:
     """Gradients of outputs whose loss is outside: random numbers, the same for the same shapes."""
     draw = torch.Generator().manual_seed(0)
-    is_continuous = [each.is_floating_point() or each.is_complex() for each in outputs]
     drawn = [torch.randn(each.shape, generator=draw).to(each) for each in outputs]
-    return [each if has_gradient else None for each, has_gradient in zip(drawn, is_continuous, strict=True)]
+    return [each if each.is_floating_point() or each.is_complex() else None for each in drawn]
 
 
 def differentiate(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

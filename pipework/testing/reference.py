@@ -272,7 +272,12 @@ def reference_step(
         for number, (rows, its_target, factor) in enumerate(zip(pieces, targets, factors, strict=True)):
             # A loss function draws from the stream of one more layer.
             with micro_batch_random(model, key, number):
-                loss, output = _loss(model, rows, its_target, loss_fn)
+                if loss_fn is None:
+                    value: Any = model[:-1](*rows) if len(model) > 1 else rows if len(rows) > 1 else rows[0]
+                    loss = model[-1](*tuple_rule(model).arguments(value, model[-1], 1), its_target)
+                else:
+                    outputs.append(model(*rows))
+                    loss = loss_fn(outputs[-1], its_target)
             part = loss * factor
             if factor == 0.0:  # a mean over no element is NaN, and 0 * NaN is NaN, too
                 part = loss.new_zeros(())
@@ -280,18 +285,5 @@ def reference_step(
                 torch.autograd.backward(part)
                 memory.separate()
             parts.append(part.detach())
-            outputs.append(output)
     output = None if loss_fn is None else joined([output.detach() for output in outputs], inputs)
     return Reference(output, functools.reduce(torch.add, parts))
-
-
-def _loss(
-    model: nn.Sequential, inputs: tuple[Tensor, ...], target: Any, loss_fn: Callable[[Any, Any], Tensor] | None
-) -> tuple[Tensor, Any]:
-    if loss_fn is not None:
-        output = model(*inputs)
-        return loss_fn(output, target), output
-    value: Any = inputs if len(inputs) > 1 else inputs[0]
-    if len(model) > 1:
-        value = model[:-1](*inputs)
-    return model[-1](*tuple_rule(model).arguments(value, model[-1], 1), target), None

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipework import Pipe, PipeWarning
 from pipework.model.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
-from pipework.runtime.stage.execution_views import View
+from pipework.runtime.stage.execution_views import View, identity
 from pipework.runtime.stage.recomputation import in_phase
 
 ORDINARY = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -156,7 +156,7 @@ class TestWhatIsCollected:
 
     @pytest.mark.parametrize(
         "twin_of",
-        [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), lambda module: View(module).module],
+        [copy.deepcopy, lambda old: pickle.loads(pickle.dumps(old)), lambda old: View(old, {identity(old)}).module],
     )
     def test_survives_copies_is_shared_by_stages_and_is_forgotten_after_a_failure(self, twin_of):
         ordinary = nn.BatchNorm2d(3, dtype=torch.float64)

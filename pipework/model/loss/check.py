@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from pipework.runtime.transport import Message
 
 _SOME: Final = 2**12  # targets of a micro-batch among which the most frequent value is looked for
-_SUM: Final = 'It seems to be a sum: give loss_reduction="sum"'
+_SUM: Final = 'It seems to be a sum: give loss_reduction="sum" and no loss_weight='
+_OTHER_MEAN: Final = (
+    "If it is a mean over rows, leave loss_reduction= and loss_weight= out; over something else, give loss_weight="
+)
 
 
 def loss_warnings(settings: LossSettings, loss: InnerLoss, rows: Sequence[int]) -> list[str]:
@@ -54,8 +57,7 @@ def loss_warnings(settings: LossSettings, loss: InnerLoss, rows: Sequence[int]) 
     if len(seen) == 2 and not torch_private.modes():  # a mode of the caller's may count calls
         # The step has succeeded, whatever the function makes of outputs that no layer has returned.
         with contextlib.suppress(Exception), torch.no_grad(), generators_left_alone([seen[0].value.device], 0):
-            found = _warning(settings, loss, numbers, seen, [rows[number] for number in numbers])
-            return [] if found is None else [found]
+            return _warnings(settings, loss, numbers, seen, [rows[number] for number in numbers])
     return []
 
 
@@ -117,9 +119,9 @@ def _shares(column: Sequence[Tensor]) -> dict[float, list[float]]:
     }
 
 
-def _warning(
+def _warnings(
     settings: LossSettings, loss: InnerLoss, places: Sequence[int], seen: Sequence[SeenLoss], rows: Sequence[int]
-) -> str | None:
+) -> list[str]:
     one, other = (each.value.item() for each in seen)
     outputs = _joined(seen[0].output, seen[1].output, [False] * len(seen[0].output[0]), rows)
     shared = [here == there for here, there in zip(seen[0].places, seen[1].places, strict=True)]
@@ -131,23 +133,21 @@ def _warning(
     numbers = (whole, taken, one, other)
     least = _tolerance(seen[0]) * max(0.01, *map(abs, numbers))  # a loss near 0 is a difference of larger numbers
     if abs(whole - taken) <= least or not all(map(math.isfinite, numbers)):
-        return None
+        return []
     alone = _called(loss.function, *(nested.unflatten(*value) for value in (seen[0].output, seen[0].target)))
     if not abs(alone - one) <= least:
-        return None  # it draws random numbers, or has a state
+        return []  # it draws random numbers, or has a state
     mean = "mean over rows" if settings.loss_weight is None else "weighted mean"
     weighed = "sum" if settings.loss_reduction == "sum" else mean
-    advice = "If it is a mean over rows, leave loss_reduction= and loss_weight= out; over something else, give "
-    advice += "loss_weight="
-    if abs(whole - one - other) <= least < min(abs(one), abs(other)):
-        advice = f"{_SUM} and no loss_weight="
-    return (
+    is_sum = abs(whole - one - other) <= least < min(abs(one), abs(other))
+    advice = _SUM if is_sum else _OTHER_MEAN
+    return [
         f"{loss.source} is no {weighed}: for micro-batches {places[0]} and {places[1]} together ({rows[0] + rows[1]} "
         f"rows) it gives {whole:.6g}, and its values for each, {one:.6g} and {other:.6g}, make {taken:.6g} in the pipe."
         f" So loss and gradients are not those of the whole mini-batch. {advice}; any other function of the batch "
         "belongs outside of the pipe: schedule='gpipe', and the loss of pipe(x). pipe.verify(x, target=y) shows more. "
         f"Otherwise {IGNORE}"
-    )
+    ]
 
 
 def _joined(one: Message, other: Message, shared: Sequence[bool], rows: Sequence[int]) -> Any:

@@ -116,7 +116,7 @@ class Cuttable:
         kind = type(self.model).__name__
         with generators_put_back() as drawn:
             run = DryRun(self._skeleton, self.sample, draw=1.0)
-            result = nested.replaced(run.run(), Tensor, _without_memory)
+            result = nested.replaced(run.run(), Tensor, lambda each: torch.empty_like(each, device="meta"))
         trace = run.trace()
         if drawn:
             raise CannotCut(
@@ -236,7 +236,3 @@ def refuse_own_forward(model: nn.Module) -> None:
             "accelerator.prepare() or by attaching a pipe: cut the model before that, or the module that the new "
             "forward calls; `del model.forward` takes a pipe off again"
         )
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta")

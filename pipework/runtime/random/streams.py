@@ -146,9 +146,8 @@ class RandomStream:
     def enter(self, layer: int, micro_batch: int) -> None:
         """Starts the stream of this layer and micro-batch."""
         self._place = layer, micro_batch
-        if self.holds:
-            for generator, hold in self.holds.items():
-                hold.move(generator.seeded(self.seed()))
+        for generator, hold in self.holds.items():
+            hold.move(generator.seeded(self.seed()))
 
     @property
     def is_captured(self) -> bool:
