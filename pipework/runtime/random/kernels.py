@@ -197,14 +197,12 @@ _STATE_ACCESS: Final = ("get_rng_state", "set_rng_state")
 def install(devices: Iterable[torch.device] = ()) -> None:
     """Installs the wrappers of the random kernels of the CPU and of further devices; later calls do nothing."""
     for kind in ("cpu", *{device.type for device in devices}):
-        if kind in _libraries:
-            continue
         with _lock:
             if kind not in _libraries:
                 library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
                 _wrap_kernels(library, kind)
                 _wrap_state_access(kind)
-                _libraries[kind] = library  # the last step: then no thread waits any more
+                _libraries[kind] = library
 
 
 def _wrap_kernels(library: torch.library.Library, kind: str) -> None:
@@ -231,52 +229,36 @@ def _wrap_state_access(kind: str) -> None:
     torch.utils.checkpoint saves the state in a layer's forward, and restores it to compute the layer again.
     """
     module = torch if kind == "cpu" else torch.get_device_module(kind)
-    get_state, set_state = (getattr(module, name, None) for name in _STATE_ACCESS)
-    if get_state is None or set_state is None:
+    originals: list[Any] = [getattr(module, name, None) for name in _STATE_ACCESS]
+    if None in originals:
         return
-    own = _cpu_state_access(get_state, set_state) if kind == "cpu" else _device_state_access(kind, get_state, set_state)
-    for name, function, original in zip(_STATE_ACCESS, own, (get_state, set_state), strict=True):
+
+    def accessed(original: Any, method: str, state: tuple[Tensor, ...], device: Any) -> Any:
+        stream, given = thread_stream.stream, state if device is None else (*state, device)
+        if kind != "cpu":
+            return _generator_of(kind, device).drawn(stream, functools.partial(original, *given))
+        return original(*given) if stream is None else getattr(stream.accessed(), method)(*state)
+
+    def get_rng_state(device: Any = None) -> Any:
+        return accessed(originals[0], "get_state", (), device)
+
+    def set_rng_state(new_state: Tensor, device: Any = None) -> None:
+        accessed(originals[1], "set_state", (new_state,), device)
+
+    own: list[Any] = [get_rng_state, set_rng_state]
+    for name, function, original in zip(_STATE_ACCESS, own, originals, strict=True):
         functools.update_wrapper(function, original)
         for place in (module, getattr(module, "random", None)):
             if hasattr(place, name):
                 setattr(place, name, function)
 
 
-def _cpu_state_access(
-    get_state: Callable[[], Tensor], set_state: Callable[[Tensor], None]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def get_rng_state() -> Tensor:
-        stream = thread_stream.stream
-        return get_state() if stream is None else stream.accessed().get_state()
-
-    def set_rng_state(new_state: Tensor) -> None:
-        stream = thread_stream.stream
-        if stream is None:
-            set_state(new_state)
-        else:
-            stream.accessed().set_state(new_state)
-
-    return get_rng_state, set_rng_state
-
-
-def _device_state_access(
-    kind: str, get_state: Callable[..., Tensor], set_state: Callable[..., None]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def generator_of(device: Any) -> DeviceGenerator:
-        number = device if isinstance(device, int) else torch.device(kind if device is None else device).index
-        if number is None or number < 0:
-            number = torch.get_device_module(kind).current_device()
-        return device_generator(torch.device(kind, number))
-
-    def get_rng_state(device: Any = None) -> Tensor:
-        get = get_state if device is None else functools.partial(get_state, device)
-        return generator_of(device).drawn(thread_stream.stream, get)  # type: ignore[no-any-return]
-
-    def set_rng_state(new_state: Tensor, device: Any = None) -> None:
-        given = (new_state,) if device is None else (new_state, device)
-        generator_of(device).drawn(thread_stream.stream, functools.partial(set_state, *given))
-
-    return get_rng_state, set_rng_state
+def _generator_of(kind: str, device: Any) -> DeviceGenerator:
+    """The generator of an accelerator as functions for a state name it; None: of the current one."""
+    number = device if isinstance(device, int) else torch.device(kind if device is None else device).index
+    if number is None or number < 0:
+        number = torch.get_device_module(kind).current_device()
+    return device_generator(torch.device(kind, number))
 
 
 @contextlib.contextmanager
