@@ -554,8 +554,6 @@ def modes() -> list[Any]:
 
     First those that see calls of functions, then those that see the operators below autograd.
     """
-    if not any_modes():  # the usual case
-        return []
     functions = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return [mode for mode in functions if type(mode) is not torch.utils._device.DeviceContext] + _dispatch_modes()
 

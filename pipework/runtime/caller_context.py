@@ -59,11 +59,6 @@ class CallerContext(NamedTuple):
         )
 
     @property
-    def is_usual(self) -> bool:
-        """Whether a new thread has these settings by default, so that nothing need be entered."""
-        return self.grad and not (self.inference or self.autocasts or self.saved_tensor_hooks or self.default_device)
-
-    @property
     def is_checkpointing(self) -> bool:
         """Whether `torch.utils.checkpoint` is around the caller, in its mode with hooks (`use_reentrant=False`).
 

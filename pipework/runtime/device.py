@@ -144,10 +144,7 @@ class Link:
         source, streams = self._source.stream, self.copy_streams
         if self._source is self._destination:
             return tensors, None  # from the caller, for whose stream the worker's has waited
-        for tensor in tensors:
-            if tensor is not None:
-                break
-        else:
+        if all(tensor is None for tensor in tensors):
             return tensors, None  # such as the gradients of inputs that need none
         if not self._crosses:
             return tensors, None if source is None else source.record_event()

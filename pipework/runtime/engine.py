@@ -85,7 +85,7 @@ class Engine:
             named.append(("loss_fn", loss))
         self.captured_steps = CapturedSteps(graphs, self.devices, named) if graphs else None
         shared = shared_modules([[layer for _, layer in each] for each in layers.values()])
-        places, balance = assignment.partitioning.devices, assignment.partitioning.balance
+        balance = assignment.partitioning.balance
         self.stages = {
             index: Stage(
                 index,
@@ -96,7 +96,6 @@ class Engine:
                 skips=skips,
                 tuples=tuples,
                 loss=loss if index + 1 == len(placement) else None,
-                shares_output=index + 1 in partitions and places[index] == places[index + 1],
             )
             for index in partitions
         }

@@ -65,11 +65,8 @@ class ThreadRun:
     def __call__(self) -> None:
         """Executes the actions; the failure keeps an exception."""
         try:
-            with contextlib.ExitStack() as stack:
-                if self._spec.in_context:
-                    stack.enter_context(self._spec.step.context.entered())
-                if self._spec.modes:
-                    stack.enter_context(torch_private.modes_pushed(self._spec.modes))
+            settings = self._spec.step.context.entered() if self._spec.forward else contextlib.nullcontext()
+            with settings, torch_private.modes_pushed(self._spec.modes):
                 self._execute()
         except Stopped:
             pass
@@ -84,11 +81,7 @@ class ThreadRun:
             if worker.recorded is not None:
                 worker.recorded.start_clock()
         own = [run.aliases for worker in self.workers for run in worker.runs.values()]
-        gathered_later = (
-            [runs[action.stage].aliases for action in self._order if action.kind == "UNSHARD"]
-            if self._spec.program.whole_stages is not None
-            else []
-        )
+        gathered_later = [runs[action.stage].aliases for action in self._order if action.kind == "UNSHARD"]
         with standing_in(own, gathered_later), kernels.drawing_from(self._stream):
             run_actions(self._order, self._handlers, self._failure)
             if not self._failure.happened:

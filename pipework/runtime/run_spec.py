@@ -113,11 +113,6 @@ class RunSpec(NamedTuple):
         return single or self.engine.one_thread or self.step.one_thread or bool(self.modes)
 
     @property
-    def in_context(self) -> bool:
-        """Whether the caller's settings for the layers are in force during the whole run."""
-        return self.forward and not self.step.context.is_usual
-
-    @property
     def input_gradients(self) -> bool:
         """Whether every process gets the gradients of what stage 0 was given."""
         return self.differentiates and self.step.input_gradients

@@ -106,20 +106,16 @@ class LocalEndpoint:
         inbox: of this worker; None: the worker never waits, because a message is sent before it is asked for.
         ways: to the stages of other workers: the inbox of the worker, None if that one never waits; and the link that
             copies to its device, None if tensors are passed by reference.
-        copies: whether any endpoint of the transport has a link.
     """
 
     boxes: Boxes
     inbox: Inbox | None
     ways: Mapping[int, tuple[Inbox | None, Link | None]]
-    copies: bool
 
     def sender(self, kind: str, stage: int) -> Send:
         """See `Endpoint.sender`; a copy to another device starts at once and overlaps with computation."""
         box = self.boxes[kind, stage]
         inbox, link = self.ways.get(stage, (None, None))
-        if inbox is None and link is None:  # nothing waits for it: no call of Python is needed
-            return box.__setitem__
 
         def send(micro_batch: int, message: Message) -> None:
             if link is None:
@@ -135,8 +131,6 @@ class LocalEndpoint:
     def receiver(self, kind: str, stage: int) -> Receive:
         """See `Endpoint.receiver`. Messages to other actions stay in their boxes."""
         take, inbox = self.boxes[kind, stage].pop, self.inbox
-        if inbox is None and not self.copies:
-            return take
 
         def receive(micro_batch: int) -> Message:
             if inbox is None:
@@ -180,15 +174,14 @@ class LocalTransport:
         boxes: Boxes = defaultdict(dict)
         inboxes: list[Inbox | None] = [None if one_thread else SimpleQueue() for _ in range(max(placement) + 1)]
         links = dict(links)  # another thread's step may make one meanwhile
-        copies = any(link is not None for link in links.values())
         from_caller = {stage: (None, links.get((worker, worker))) for stage, worker in enumerate(placement)}
         self.failure = Failure(partial(_wake_all, inboxes))
-        self.outside: Endpoint = LocalEndpoint(boxes, None, from_caller, copies)
+        self.outside: Endpoint = LocalEndpoint(boxes, None, from_caller)
         self.endpoints: dict[int, Endpoint] = {}
         for number, inbox in enumerate(inboxes):
             others = [(stage, worker) for stage, worker in enumerate(placement) if worker != number]
             ways = {stage: (inboxes[worker], links.get((number, worker))) for stage, worker in others}
-            self.endpoints[number] = LocalEndpoint(boxes, inbox, ways, copies)
+            self.endpoints[number] = LocalEndpoint(boxes, inbox, ways)
 
     def close(self) -> None:
         """See `Transport.close`: there is nothing to drop."""

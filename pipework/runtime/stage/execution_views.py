@@ -28,10 +28,10 @@ class View:
 
     Args:
         layer: of one stage.
-        shared: the identities of modules that other stages run, too; None: all.
+        shared: the identities of modules that other stages run, too.
     """
 
-    def __init__(self, layer: nn.Module, shared: Collection[int] | None = None) -> None:
+    def __init__(self, layer: nn.Module, shared: Collection[int]) -> None:
         self._layer = layer
         self._shared = shared
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
@@ -90,11 +90,8 @@ class View:
         A module inside of a shared one is copied also if the user has put it there after the pipe was made. A scripted
         module is never copied.
         """
-        shared = self._shared
         modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-        if shared is None:
-            return modules
-        roots = [module for module in modules if identity(module) in shared]
+        roots = [module for module in modules if identity(module) in self._shared]
         inside = {id(module) for root in roots for module in root.modules()}
         return [module for module in modules if any(id(each) in inside for each in module.modules())]
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pipework.autograd.batch_versions import BatchVersions
     from pipework.runtime.stage.stage import Stage
 
-_viewed = torch_private.viewed
-
 
 class InPlaceChanges:
     """Whether the layers of a stage change its inputs in place, in one mini-batch.
@@ -95,7 +93,7 @@ class InPlaceChanges:
         for output, leaf in zip(outputs, leaves, strict=True):
             memory = memory_of(leaf)
             self.sent.add(memory)
-            is_view = output.is_leaf or _viewed(output) is not None
+            is_view = output.is_leaf or torch_private.viewed(output) is not None
             refuses = leaf.requires_grad and memory in self.refuses
             if refuses or (is_view and self._parameters.has_memory_of(output)):
                 boundary.mark_unchangeable(leaf)

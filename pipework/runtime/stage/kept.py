@@ -8,7 +8,7 @@ from pipework.autograd.boundary import edge
 from pipework.runtime.skips.connections import Bundle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -48,7 +48,6 @@ class Kept:
     what W needs.
 
     Args:
-        shares_output: whether the next stage keeps the memory of the stage's outputs.
         has_loss: whether the first output is the loss, which the step keeps. Others are returned beside it, without
             their graph.
 
@@ -57,14 +56,13 @@ class Kept:
 
     Example:
         >>> import torch
-        >>> kept = Kept(shares_output=False, has_loss=True)
+        >>> kept = Kept(has_loss=True)
         >>> kept.put(0, (), [torch.ones(1)], None)
         >>> kept.micro_batches, kept.take(0), kept.micro_batches
         ({0}, ((), (None,)), set())
     """
 
-    def __init__(self, shares_output: bool, has_loss: bool) -> None:
-        self._shares_output = shares_output
+    def __init__(self, has_loss: bool) -> None:
         self._has_loss = has_loss
         self._inputs: dict[int, Inputs] = {}
         self.graphs: dict[int, tuple[tuple[Tensor, ...], tuple[Root, ...]]] = {}
@@ -74,14 +72,11 @@ class Kept:
     ) -> None:
         """Keeps the graph between leaves and outputs; a backward starts at these, and where the structure says."""
         more: tuple[Root, ...] = structure.begun if type(structure) is Bundle else ()
-        if self._has_loss:
-            outputs = outputs[:1]
-        if self._has_loss or self._shares_output:  # its memory is kept in any case, and it is cheaper than its edge
-            for output in outputs[::-1]:
-                more = output if output.requires_grad else None, *more
+        if self._has_loss:  # its seed is made like it
+            roots: Iterable[Root] = [outputs[0] if outputs[0].requires_grad else None]
         else:
-            more = *map(edge, outputs), *more
-        self.graphs[micro_batch] = leaves, more
+            roots = map(edge, outputs)
+        self.graphs[micro_batch] = leaves, (*roots, *more)
 
     def put_inputs(self, micro_batch: int, inputs: Inputs) -> None:
         """Keeps no graph, but what a recomputation needs."""

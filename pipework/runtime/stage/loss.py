@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,13 +155,7 @@ def mean_weights(amounts: Sequence[float] | Tensor) -> tuple[float | Tensor, ...
 
 def total(parts: Sequence[Tensor]) -> Tensor:
     """The mini-batch's loss: its parts, added in the order of the micro-batches."""
-    loss, *others = parts
-    loss = loss.detach()
-    if others:
-        with torch.no_grad():  # cheaper than detaching each part
-            for part in others:
-                loss = loss + part
-    return loss
+    return functools.reduce(torch.add, [part.detach() for part in parts])
 
 
 class LossRun:

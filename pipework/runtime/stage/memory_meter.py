@@ -61,17 +61,10 @@ class MemoryMeter:
                 sizes[key] = own.get(key, storage.nbytes())
             if outer is not None:
                 return outer[0](tensor)
-            # Not the tensor itself: an output that its own node saves would be a reference cycle. The version is kept
-            # because autograd does not check that of tensors that hooks have packed.
-            return tensor.detach(), torch_private.version(tensor)
+            return packed(tensor)
 
-        def unpack(packed: Any) -> Tensor:
-            if outer is not None:
-                return outer[1](packed)
-            tensor: Tensor
-            tensor, version = packed
-            refuse_changed(tensor, version, tensor.shape)
-            return tensor
+        def unpack(saved: Any) -> Tensor:
+            return unpacked(saved) if outer is None else outer[1](saved)
 
         twice = outer is None or getattr(outer[1], "may_be_called_twice", False)
         unpack.may_be_called_twice = twice  # type: ignore[attr-defined]
@@ -124,9 +117,24 @@ def uncompiled(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook  # type: ignore[no-untyped-call]
 
 
+def packed(tensor: Tensor) -> tuple[Tensor, int]:
+    """What hooks save of a tensor: not itself, since an output that its own node saves would be a reference cycle.
+
+    The version is kept because autograd does not check that of tensors that hooks have packed.
+    """
+    return tensor.detach(), torch_private.counted_version(tensor)
+
+
+def unpacked(saved: tuple[Tensor, int]) -> Tensor:
+    """The tensor of `packed`; see `refuse_changed`."""
+    tensor, version = saved
+    refuse_changed(tensor, version, tensor.shape)
+    return tensor
+
+
 def refuse_changed(tensor: Tensor, version: int, shape: Sequence[int]) -> None:
     """Raises a RuntimeError if a saved tensor has been changed in place: of hooks, PyTorch does not check it."""
-    if version >= 0 and (now := torch_private.version(tensor)) != version:
+    if (now := torch_private.counted_version(tensor)) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
             f"of shape {tuple(shape)} is at version {now}; expected version {version} instead"

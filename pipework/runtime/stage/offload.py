@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipework import torch_private
-from pipework.runtime.stage.memory_meter import refuse_changed, uncompiled
+from pipework.runtime.stage.memory_meter import packed, refuse_changed, uncompiled, unpacked
 from pipework.torch_private import MemoryView
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class SavedTensors:
         storage = movable(tensor, self._device)
         if storage is not None:
             return Saved(tensor, self.memory_of(storage), self.empty(tensor.dtype))
-        return tensor.detach(), -1 if tensor.is_inference() else torch_private.version(tensor)
+        return packed(tensor)
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """A tensor without elements: always the same one, since its making costs as much as the rest of a `Saved`."""
@@ -157,13 +157,8 @@ def movable(tensor: Tensor, device: torch.device) -> torch.UntypedStorage | None
     return storage
 
 
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Saved):
-        return packed.tensor()
-    tensor: Tensor
-    tensor, version = packed
-    refuse_changed(tensor, version, tensor.shape)
-    return tensor
+def _unpack(saved: Any) -> Tensor:
+    return saved.tensor() if isinstance(saved, Saved) else unpacked(saved)
 
 
 _unpack.may_be_called_twice = True  # type: ignore[attr-defined]

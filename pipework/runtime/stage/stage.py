@@ -41,7 +41,6 @@ class Stage:
         first_number: of the first of them in the un-partitioned module.
         device: where the stage's worker computes.
         shared: identities of the modules that other stages run, too.
-        shares_output: whether the next stage reads the memory of this one's outputs until after its own backward.
         skips: all skip connections of the pipe.
         tuples: how a tuple reaches a layer.
         loss: computed after the layers, if it is a module.
@@ -58,7 +57,6 @@ class Stage:
         first_number: int,
         device: WorkerDevice,
         shared: set[int],
-        shares_output: bool,
         skips: Sequence[Skip],
         tuples: TupleRule,
         loss: nn.Module | None = None,
@@ -67,7 +65,6 @@ class Stage:
         self.giver = f"the last layer of stage {index - 1}" if index else None
         self.skips = skips
         self.device = device
-        self.shares_output = shares_output
         self.doubtful = doubtful_modules(layers)  # see `refuse_untrainable`
         names = [name for name, _ in layers]
         runnable, self._views = execution_layers([layer for _, layer in layers], shared)

@@ -74,8 +74,6 @@ class StageForward:
         is_call = structure is not None and not stage.index
         if loss is None:
             value = run_layers(self._layers, value, micro_batch, stage.giver, enter_stream, is_call=is_call)  # 2
-            if type(value) is Tensor:  # the usual case
-                return (value,), None
             try:
                 return nested.flatten(value)  # 4
             except TypeError as error:
@@ -121,9 +119,6 @@ def run_layers(
         if enter_stream is not None:
             enter_stream(number, micro_batch)
         try:
-            if type(value) is Tensor and number != taker:  # the usual case
-                value = module(value)
-                continue
             if is_call:
                 (arguments, keywords), is_call = value, False
             else:

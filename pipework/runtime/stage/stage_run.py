@@ -101,7 +101,7 @@ class StageRun:
         self.meter: MemoryMeter | None = None
         self.tied: TiedGradients | None = None
         self.capture: StepCapture | None = None
-        self.kept = Kept(stage.shares_output, loss is not None)
+        self.kept = Kept(loss is not None)
         offloaded = program.offloaded[stage.index] if self.trains else frozenset[int]()
         self.offload: Offload | None = None
         if offloaded:
@@ -124,16 +124,16 @@ class StageRun:
             endpoint = CapturingEndpoint(endpoint, self.capture, self.stage.index, spec.placement)
         # Called when an action has what comes from elsewhere, and computes from now on.
         before_computing = None if worker.recorded is None else worker.recorded.begin
-        memory, retain_graph, in_context = SharedMemory(self.aliases.leaves), spec.retain_graph, spec.in_context
+        memory, retain_graph = SharedMemory(self.aliases.leaves), spec.retain_graph
         forward, backward = self._computations(worker, memory)
         ways = self._ways(endpoint, before_computing)
         actions = StageActions(self, forward, backward, *ways, memory, again=retain_graph)
         # A schedule may have a table with kinds of its own, or without some of the usual ones.
         handlers = {kind: self._handler(kind, actions, spec) for kind in HANDLERS if kind in self._table}
         self._watch(handlers, retain_graph=retain_graph)
-        if self.checkpointed and not in_context:
+        if self.checkpointed and not spec.forward:
             handlers["R"] = self._context.entered()(handlers["R"])
-        elif in_context and self._context.autocasts:
+        elif spec.forward and self._context.autocasts:
             # As PyTorch advises: autocast would cast the products and sums of a backward again.
             for kind in [kind for kind in handlers if self._table[kind].adds]:
                 handlers[kind] = self._context.without_autocast()(handlers[kind])
