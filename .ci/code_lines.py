@@ -10,25 +10,25 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 2_165,
+    "": 2_160,
     "assignment": 516,
     "autograd": 1_346,
     "cli": 400,
     "compat": 500,
     "device_check": 270,
     "distributed": 3_268,
-    "integrations": 920,
-    "model": 3_921,
+    "integrations": 919,
+    "model": 3_906,
     "planning": 2_897,
-    "runtime": 4_707,
+    "runtime": 4_622,
     "saving": 1_193,
     "schedule": 2_994,
     "skip": 210,
-    "testing": 690,
+    "testing": 673,
     "timeline": 265,
     "values": 697,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_935, 271
+PACKAGE_LINES, PACKAGE_FILES = 26_813, 271
 TEST_LINES = 39_319
 DOC_WORDS = 44_691
 

@@ -6,7 +6,6 @@ none of them. On devices of their own each has its copy; only then has a stage a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +107,4 @@ def with_separate_memories(pipe: Pipe, storages: LiveStorages, *, when_taken: bo
     make = TakingLink if when_taken else CopyingLink
     links = {(a, b): make(storages, b) if a != b or when_taken else None for a in workers for b in workers}
     engine.links, engine.backend = links, WatchedBackend(storages, engine.placement)
-    for stage, (here, there) in zip(engine.stages.values(), itertools.pairwise((*engine.placement, -1)), strict=True):
-        stage.shares_output = here == there  # as Engine says of stages on different devices
     return pipe
