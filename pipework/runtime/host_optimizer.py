@@ -206,7 +206,7 @@ class HostOptimizer(Optimizer):
 
         Raises:
             TypeError: it is no pipe.
-            ValueError: it has a gradient scaler, or no parameter of this optimizer.
+            ValueError: it has a gradient scaler, or parameters, and none of this optimizer.
             RuntimeError: a parameter was stepped early, and then got another gradient, as from a regularisation in the
                 loss, or none; the pipe was called again after a step; an option such as the learning rate was changed;
                 or `step()` was called inside. This, and an error of the backward or of a step, has a note if parameters
@@ -241,7 +241,7 @@ class HostOptimizer(Optimizer):
                 "groups, and open one context"
             )
         own = {id(parameter) for parameter in pipe.parameters()}
-        if not any(id(parameter) in own for parameter in _parameters(self.param_groups)):
+        if own and not any(id(parameter) in own for parameter in _parameters(self.param_groups)):
             raise ValueError(
                 "the optimizer has no parameter of this pipe, which would not be trained: make it for this pipe, "
                 "HostOptimizer(pipe.parameters(), ...)"

@@ -316,6 +316,8 @@ def test_wrong_uses_are_refused(tmp_path: Any) -> None:
     strange = make_optimizer(layers().parameters())
     with pytest.raises(ValueError, match="has no parameter of this pipe"), strange.step_in_backward(pipe):
         pass
+    with strange.step_in_backward(Pipe(nn.Sequential(nn.ReLU()), devices=["cpu"])):  # as on a rank without parameters
+        pass
     other = make_optimizer(pipe.parameters())
     for again in (optimizer, other):
         with (
