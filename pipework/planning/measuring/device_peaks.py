@@ -94,9 +94,7 @@ class _Memory:
         self.peak: dict[torch.device, int] = defaultdict(int)
         # For each stage that stashes, the skip and the stage that pops it, the lowest one of each device: that goes
         # backward last, and the others of the device pop the same tensor.
-        self._sources: dict[Hashable, int] = {
-            key: stage for stage, one in enumerate(self.measured) for key in one.stashed
-        }
+        self._sources = {key: stage for stage, one in enumerate(self.measured) for key in one.stashed}
         self._skips: dict[int, list[tuple[Hashable, int]]] = defaultdict(list)
         seen: set[tuple[Hashable, torch.device]] = set()
         for stage, one in enumerate(self.measured):

@@ -186,12 +186,9 @@ def predict_step(
         copying = [links[device].seconds(sum(each)) for device, each in zip(devices, away, strict=True)]
         costs = replace(costs, offload=copying, reload=copying)
     simulation = simulate(schedule, replace(costs, **known), loss_outside=batch.loss is None)
-    states, steps = _optimizer_bytes(optimizer, partitions, devices)
-    if isinstance(optimizer, HostOptimizer):
-        for stage, worker in enumerate(schedule.placement):
-            if devices[stage].type != "cpu":
-                host[worker] += states[stage]
-                states[stage] = steps[devices[stage]] = 0
+    states, on_host, steps = _optimizer_bytes(optimizer, partitions, devices)
+    for worker, size in zip(schedule.placement, on_host, strict=True):
+        host[worker] += size
     infos = [layer_info("", partition) for partition in partitions]
     stages = [
         StageBytes(info.weights, info.trained * (1 + graphs), info.buffers, round(peak), state)
@@ -203,8 +200,7 @@ def predict_step(
     peaks = device_peaks(simulation.timeline, sizes, devices, outputs, statics, orders)
     for device, peak in peaks.items():
         own = [(partitions[n], stages[n]) for n, at in enumerate(devices) if at == device]
-        after = sum(stage.gradients for _, stage in own) // (1 + graphs) + steps[device]
-        peaks[device] = _fixed_bytes(own, device) + (peak + after if graphs else max(peak, after))
+        peaks[device] = _device_bytes(own, device, peak, steps[device], graphs=graphs)
     peaks[devices[0]] += sum(map(bytes_of, batch.tensors))
     peaks[devices[-1]] += sum(of_targets)
     return Prediction(
@@ -237,19 +233,25 @@ def _optimizer_bytes(
     optimizer: torch.optim.Optimizer | float | None,
     partitions: Sequence[nn.Sequential],
     devices: Sequence[torch.device],
-) -> tuple[list[int], dict[torch.device, int]]:
-    """The state of each stage, and what a step of the optimizer needs beside that on each device."""
-    states, steps = [0] * len(devices), {}
+) -> tuple[list[int], list[int], dict[torch.device, int]]:
+    """The state of each stage on its device, that on the host, and what a step needs beside it on each device."""
+    states, on_host, steps = [0] * len(devices), [0] * len(devices), {}
     for device in {*devices}:
         own = [stage for stage, at in enumerate(devices) if at == device]
-        found, steps[device] = optimizer_bytes(optimizer, [partitions[stage].parameters() for stage in own], device)
+        found, step = optimizer_bytes(optimizer, [partitions[stage].parameters() for stage in own], device)
+        goes = isinstance(optimizer, HostOptimizer) and device.type != "cpu"
         for stage, state in zip(own, found, strict=True):
-            states[stage] = state
-    return states, steps
+            (on_host if goes else states)[stage] = state
+        steps[device] = 0 if goes else step
+    return states, on_host, steps
 
 
-def _fixed_bytes(own: Sequence[tuple[nn.Sequential, StageBytes]], device: torch.device) -> int:
-    """What the stages of a device hold between steps, but for gradients, in blocks of its allocator."""
+def _device_bytes(
+    own: Sequence[tuple[nn.Sequential, StageBytes]], device: torch.device, peak: int, step: int, *, graphs: bool
+) -> int:
+    """The most that a device holds, with its stages in blocks of its allocator: in the step, or in the optimizer's."""
     tensors = [each for layers, _ in own for each in (*layers.parameters(), *layers.buffers())]
     padding = sum(in_blocks(each.nbytes, device) - each.nbytes for each in tensors)
-    return padding + sum(stage.weights + stage.buffers + stage.optimizer for _, stage in own)
+    fixed = padding + sum(stage.weights + stage.buffers + stage.optimizer for _, stage in own)
+    after = sum(stage.gradients for _, stage in own) // (1 + graphs) + step
+    return fixed + (peak + after if graphs else max(peak, after))
