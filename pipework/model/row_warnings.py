@@ -26,8 +26,8 @@ _FEWEST: Final = 4  # micro-batches of which a mask seldom selects equally many 
 def modules_with_batch_second(layers: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """The modules that take dimension 1 for the batch, or two for one sequence, with what they are called in messages.
 
-    Compiled layers are left out: a hook would have them compiled again. So are modules with `batch_first=True` in
-    evaluation mode, where a hook turns PyTorch's fused kernels off.
+    Compiled layers are left out: a hook would have them compiled again. So are modules with `batch_first=True` with a
+    forward of their own, or in evaluation mode, where a hook turns PyTorch's fused kernels off.
 
     Args:
         layers: with their names.
@@ -43,7 +43,8 @@ def modules_with_batch_second(layers: Iterable[tuple[str, nn.Module]]) -> list[t
             continue
         for each, text in modules_with_text(name, layer):
             first = getattr(each, "batch_first", None)
-            if first is False or (first is True and each.training):
+            own = not type(each).forward.__module__.startswith("torch.nn.")
+            if first is False or (first is True and each.training and not own):
                 found.append((text, each))
     return found
 
