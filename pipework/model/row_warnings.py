@@ -43,8 +43,8 @@ def modules_with_batch_second(layers: Iterable[tuple[str, nn.Module]]) -> list[t
             continue
         for each, text in modules_with_text(name, layer):
             first = getattr(each, "batch_first", None)
-            own = not type(each).forward.__module__.startswith("torch.nn.")
-            if first is False or (first is True and each.training and not own):
+            of_torch = str(getattr(type(each).forward, "__module__", "")).startswith("torch.nn.")  # None under `exec`
+            if first is False or (first is True and each.training and of_torch):
                 found.append((text, each))
     return found
 
