@@ -40,7 +40,7 @@ REFUSED = {
 # What the section on warnings names, and words of the warning.
 WARNED_OF = {
     "one micro-batch for several workers": "chunks is 1",
-    "in training mode, unless": "normalises with the rows of its micro-batch",
+    "in training mode, unless": "normalises with the rows of its micro-batch, and",
     "hooks of a partition": "has hooks, which are not called",
     "a pipe without the mesh": "this pipe has no mesh: each process trains",
     "losses on which backward() is never called": "loss.backward() was called on none of the first ",

@@ -238,7 +238,10 @@ class TestConvert:
 def test_statistics_of_micro_batches_are_told_once_and_not_after_an_answer():
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
     options = {"balance": [2, 1], "devices": ["cpu", "cpu"]}
-    told = r"\('1', BatchNorm1d, and 1 more\) normalises with .* deferred_batch_norm=True takes .* False keeps all"
+    told = (
+        r"\('1', BatchNorm1d, and 1 more\) normalises with the rows of its micro-batch, and .* "
+        "deferred_batch_norm=True takes .* False keeps all"
+    )
     with pytest.warns(PipeWarning, match=told) as seen:
         Pipe(module, 4, **options)
     assert [each.filename for each in seen] == [__file__]
