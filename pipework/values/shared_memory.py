@@ -111,21 +111,6 @@ def share_memory(one: Tensor, two: Tensor) -> bool:
     return begin < other_end and other_begin < end and not _are_parts(one, two)
 
 
-def shares_within(tensor: Tensor) -> bool:
-    """Whether elements of the tensor share memory with each other, as those of windows do.
-
-    Example:
-        >>> shares_within(torch.zeros(4).unfold(0, 2, 1)), shares_within(torch.zeros(4, 2).t())
-        (True, False)
-    """
-    reached = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reached:
-            return True
-        reached += (size - 1) * stride
-    return False
-
-
 def _has_place(tensor: Tensor) -> bool:
     """Whether the tensor has an address; it has none on the meta device, or if it wraps other tensors."""
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() > 0 and tensor.data_ptr() != 0

@@ -215,6 +215,21 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+def repeats_memory(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements of one tensor share memory with each other, as those of windows do.
+
+    Example:
+        >>> repeats_memory((3, 2), (1, 1)), repeats_memory((2, 4), (1, 2)), repeats_memory((4, 2), (0, 1))
+        (True, False, True)
+    """
+    reached = 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride <= reached:
+            return True
+        reached += (size - 1) * stride
+    return False
+
+
 def _sent(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes and strides of the part of a tensor that is transferred.
 
@@ -228,12 +243,8 @@ def _sent(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...]
     if 0 in shape:
         return (0,), (1,)
     sizes = [size if stride else 1 for size, stride in zip(shape, strides, strict=True)]
-    whole, reached = extent(shape, strides), 0
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1):
-        if stride <= reached:
-            return (whole,), (1,)
-        reached += (size - 1) * stride
-    if whole == math.prod(sizes):
+    whole = extent(shape, strides)
+    if repeats_memory(sizes, strides) or whole == math.prod(sizes):
         return (whole,), (1,)
     return tuple(sizes), tuple(strides)
 

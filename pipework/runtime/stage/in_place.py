@@ -10,7 +10,8 @@ from torch import Tensor
 from pipework import torch_private
 from pipework.autograd import boundary
 from pipework.torch_private import memory_of
-from pipework.values.shared_memory import share_memory, shares_within
+from pipework.values.shared_memory import share_memory
+from pipework.values.tensor_form import repeats_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
@@ -78,7 +79,8 @@ class InPlaceChanges:
         self.found = bool(self.found) or any(seen)
         if any(seen):
             self.refuse_overlap(leaves)
-            if any(shares_within(leaf) for leaf, change in zip(leaves, seen, strict=True) if change):
+            changed = [leaf for leaf, change in zip(leaves, seen, strict=True) if change]
+            if any(repeats_memory(leaf.shape, leaf.stride()) for leaf in changed):
                 raise RuntimeError(
                     f"{self._the_stage}, changed an input in place whose elements share memory, such as windows of a "
                     "tensor, so that its gradient would be wrong. Send a clone, or make the operation not in-place"
