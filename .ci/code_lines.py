@@ -19,17 +19,17 @@ PACKAGE = {
     "distributed": 3_268,
     "integrations": 919,
     "model": 3_907,
-    "planning": 2_897,
-    "runtime": 4_622,
+    "planning": 2_898,
+    "runtime": 4_624,
     "saving": 1_193,
     "schedule": 2_994,
     "skip": 210,
     "testing": 673,
     "timeline": 265,
-    "values": 697,
+    "values": 693,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_814, 271
-TEST_LINES = 39_325
+PACKAGE_LINES, PACKAGE_FILES = 26_813, 271
+TEST_LINES = 39_328
 DOC_WORDS = 44_691
 
 NO_CODE = {

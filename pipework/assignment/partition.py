@@ -283,12 +283,12 @@ def choose_partitioning(
         counts = minimax_partition(estimated_costs(module), max(1, min(len(places), len(layers))))
     if len(places) < len(counts):
         raise too_few_devices(len(places), len(counts))
-    targets = [str(device) for count, device in zip(counts, places, strict=False) for _ in range(count)]
+    targets = [device for count, device in zip(counts, places, strict=False) for _ in range(count)]
     for index, (device, target) in enumerate(zip(wanted, targets, strict=True)):
-        if device is not None and str(device) != target:
+        if device is not None and device != target:
             raise ValueError(
                 f"layer {index} is wrapped in WithDevice for {str(device)!r}, but balance= and devices= put it on "
-                f"{target!r}: remove the wrapper, or leave balance= and devices= out"
+                f"{str(target)!r}: remove the wrapper, or leave balance= and devices= out"
             )
     return Partitioning(tuple(counts), tuple(places[: len(counts)]))
 

@@ -69,7 +69,7 @@ def batch_second_noticed(
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = (*args, *kwargs.values())
         shape = next((tuple(value.shape) for value in values if isinstance(value, Tensor)), ())
-        if len(shape) in (2, 2 if module.batch_first else 3) and shape[0] in sizes:
+        if len(shape) in ((2,) if module.batch_first else (2, 3)) and shape[0] in sizes:
             shapes.setdefault(names[module], shape)
 
     with lock:

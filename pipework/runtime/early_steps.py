@@ -104,7 +104,7 @@ class EarlySteps:
         """Called by a worker after the last action of a stage: its gradients are there, and nobody reads parameters."""
         if not self._is_open or self._mini_batches > 1:  # the gradients of several mini-batches are added up
             return
-        if not run.in_place.sent.isdisjoint(map(torch_private.memory_key, run.aliases.leaves)):  # may still be read
+        if not run.in_place.sent.isdisjoint(map(torch_private.memory_of, run.aliases.leaves)):  # may still be read
             return
         device = run.stage.device
         work: list[Work] = [

@@ -180,7 +180,7 @@ def predict_step(
     # The caller has the inputs of the first stage.
     inputs_away = [(), *(one.inputs for one in sizes[1:])]
     host = host_peaks(schedule, *[list(map(buffer_sizes, each)) for each in (away, inputs_away)])
-    costs = _costs(measured, schedule, list(map(sum, away)), list(map(sum, inputs_away)))
+    costs = _costs(measured, schedule, list(map(sum, away)), list(map(sum, inputs_away)), moves=moves)
     if moves and "offload" not in known:
         links = {device: measure_host_link(device) for device in {*devices}}
         copying = [links[device].seconds(sum(each)) for device, each in zip(devices, away, strict=True)]
@@ -208,11 +208,14 @@ def predict_step(
     )
 
 
-def _costs(measured: Sequence[Measured], schedule: Schedule, away: Sequence[int], inputs_away: Sequence[int]) -> Costs:
+def _costs(
+    measured: Sequence[Measured], schedule: Schedule, away: Sequence[int], inputs_away: Sequence[int], *, moves: bool
+) -> Costs:
     """Those of the stages, without copies to the host, which move so many bytes of a graph, or of a stage's inputs."""
     seconds, sizes = [one.seconds for one in measured], [one.bytes for one in measured]
     forward, inputs, weights = map(list, zip(*seconds, strict=True))
-    splits, moves = bool(schedule.split_stages), bool(offloaded(schedule))
+    splits = schedule.split_stages
+    staying = [one.checkpoint - size for one, size in zip(sizes, inputs_away, strict=True)]
     return Costs(
         forward=forward,
         backward=[first + second for _, first, second in seconds],
@@ -223,9 +226,7 @@ def _costs(measured: Sequence[Measured], schedule: Schedule, away: Sequence[int]
         waiting=[one.waiting + one.input_waits for one in sizes] if splits else None,
         message=[one.message for one in sizes[:-1]],
         offloaded=[one.activation - size for one, size in zip(sizes, away, strict=True)] if moves else 0.0,
-        checkpoint_offloaded=[one.checkpoint - size for one, size in zip(sizes, inputs_away, strict=True)]
-        if moves
-        else None,
+        checkpoint_offloaded=staying if moves else None,
     )
 
 
