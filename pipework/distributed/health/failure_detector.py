@@ -135,6 +135,7 @@ class ProcessCalls:
         self.present = NO_CALL
         self.running = threading.Lock()
         self._begun: dict[int, int] = {}  # of each pipe, how many calls
+        self._waited: dict[int, PipeCall] = {}  # by a pipe in which another rank was meanwhile
 
     def __reduce__(self) -> tuple[Any, ...]:
         """It hangs on the mesh, of which a copy is of another process."""
@@ -149,11 +150,23 @@ class ProcessCalls:
     def begin(self, pipe: int) -> None:
         """A call of that pipe begins."""
         self._begun[pipe] += 1
+        self._waited.pop(pipe, None)
         self.present = pipe, self._begun[pipe]
 
     def end(self) -> None:
         """The present call has ended."""
         self.present = NO_CALL
+
+    def place(self, pipe: int) -> PipeCall:
+        """What heartbeats of that pipe say: in which call the process is, or was as another rank waited in the pipe."""
+        return self._waited.get(pipe, self.present)
+
+    def disagree(self, theirs: PipeCall) -> None:
+        """Another process is in a call for which this one must not wait, nor that one for this.
+
+        This process leaves its call now. The other one is to see that it was there, even if it looks later.
+        """
+        self._waited[theirs[0]] = self.present
 
     def waits_for(self, theirs: PipeCall) -> bool:
         """Whether another process is in a call of another pipe, which this one has yet to begin after its own call."""
@@ -265,6 +278,7 @@ class FailureDetector:
             other = theirs.kind(mine.number)
             if theirs.number < mine.number and self._calls.waits_for(beat.place):
                 (here, my_call), (there, their_call) = self._calls.present, beat.place
+                self._calls.disagree(beat.place)
                 return PeerFailure(
                     rank,
                     "disagreement",
@@ -275,10 +289,8 @@ class FailureDetector:
             broke_off = beat.left and (theirs.inside or beat.reason)
             hint = f". {_SAME_DATA}" if _STEP in (what, other) and not broke_off else ""
             if other not in (None, what):
-                text = (
-                    f"call {mine.number} is {other!r} on {name}, and {what!r} on {me}: every rank must make the same "
-                )
-                return PeerFailure(rank, "disagreement", f"{text}calls in the same order{hint}")
+                text = f"call {mine.number} is {other!r} on {name}, and {what!r} on {me}: every rank must make the same"
+                return PeerFailure(rank, "disagreement", f"{text} calls in the same order{hint}")
             if beat.left and (theirs.number, not theirs.inside) < (mine.number, True):
                 place = "in the middle of" if theirs.inside else "after"
                 reason = f" with {beat.reason}" if beat.reason else ""

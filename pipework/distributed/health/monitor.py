@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import Store
 
-    from pipework.distributed.health.status import PipeCall
-
 _LOG = logging.getLogger("pipework")
 
 STORE_WAIT: Final = 2.0
@@ -124,7 +122,6 @@ class HealthMonitor:
         self._detector = FailureDetector(rank, self._names, self._times, self._calls)
         self._stuck = StuckDetector(rank, names[rank], self._times) if self._times.action_timeout is not None else None
         self._call = Call()
-        self._disagreed: PipeCall | None = None  # the call in which this rank was then
         self._callbacks: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self._failed = threading.Event()
@@ -197,9 +194,6 @@ class HealthMonitor:
     def end(self) -> None:
         """This rank leaves the call."""
         self._call = self._call.ended()
-        if self.failure is not None and self.failure.kind == "disagreement":
-            # A rank that waits for this one in another pipe is to see, also in the last heartbeat, that it waited here.
-            self._disagreed = self._calls.present
         self._calls.end()
 
     @property
@@ -432,8 +426,7 @@ class HealthMonitor:
             rounds = self._rounds
             if self._stuck is not None and self.failure is None:
                 call = self._call
-                all_entered = self._detector.all_entered(call.number)
-                stuck = self._stuck.check(now, self.progress, call, all_entered=all_entered)
+                stuck = self._stuck.check(now, self.progress, call, all_entered=self._detector.all_entered(call.number))
                 if stuck is not None:
                     self.declare(stuck)
             # The store may belong to a rank that has left normally; a rank that makes no further call can do without.
@@ -473,7 +466,7 @@ class HealthMonitor:
         error = getattr(sys, "last_value", None) if left else None  # the uncaught exception that ends the program
         self._beats += 1
         # Read before `_call`: if a call of this pipe begins in between, `_call` is newer, which accuses nobody.
-        place = self._disagreed or self._calls.present
+        place = self._calls.place(self._pipe)
         reason = status.describe_exception(error) if isinstance(error, BaseException) else ""
         action = status.describe_action(self.progress.action)
         beat = Beat(self._beats, left, self._call, action, os.getpid(), self._host, reason, place, *news)

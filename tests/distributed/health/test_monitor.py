@@ -15,9 +15,9 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from pipework import PipelineError
 from pipework.distributed.health import monitor as module
-from pipework.distributed.health.failure_detector import DetectionTimes
+from pipework.distributed.health.failure_detector import DetectionTimes, ProcessCalls
 from pipework.distributed.health.monitor import HealthMonitor
-from pipework.distributed.health.status import PeerFailure, read_beat
+from pipework.distributed.health.status import NO_CALL, PeerFailure, read_beat
 from tests.distributed.conftest import HARD, TIMES, await_
 from tests.programs import RunPython
 
@@ -251,21 +251,57 @@ def test_a_pipe_that_a_monitors_thread_drops_is_destroyed_before_the_interpreter
 
 def monitors(count: int) -> list[HealthMonitor]:
     store = HashStore()
-    names = {rank: f"rank {rank}" for rank in range(count)}
-    return [HealthMonitor(store, rank, names, DetectionTimes(**TIMES)) for rank in range(count)]
+    return [monitor(store, rank, count) for rank in range(count)]
 
 
-@pytest.mark.parametrize(("kind", "place"), [("disagreement", [1, 1]), ("lost", [0, 0])])
-def test_the_last_heartbeat_says_in_which_call_of_all_pipes_the_ranks_disagreed(kind: str, place: list[int]) -> None:
-    first, second = monitors(2)
-    first.begin("training step")
-    first.set_failure(PeerFailure(1, kind, "text"))
-    first.end()
-    first._publish(left=True)
-    beat = read_beat(second._client.read("heartbeat/0"))
-    assert beat is not None
-    assert not beat.call.inside
-    assert list(beat.place) == place
+def monitor(store: HashStore | PrefixStore, rank: int, ranks: int, calls: ProcessCalls | None = None) -> HealthMonitor:
+    names = {each: f"rank {each}" for each in range(ranks)}
+    return HealthMonitor(store, rank, names, DetectionTimes(**TIMES), calls=calls)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_ranks_that_call_pipes_in_another_order_see_it_even_if_one_has_gone_on(left: bool) -> None:
+    """The first to see it leaves its call before a heartbeat of the pipe in which the other one waits."""
+    store, every = HashStore(), [ProcessCalls(), ProcessCalls()]
+    pipes = [[monitor(PrefixStore(str(pipe), store), rank, 2, every[rank]) for rank in (0, 1)] for pipe in (1, 2, 3)]
+    for first, second in pipes:
+        first._publish()
+        second._publish()
+    pipes[0][0].begin("training step")
+    pipes[1][1].begin("training step")
+    pipes[0][0]._publish()
+    pipes[1][1]._publish()
+    pipes[1][0]._publish()  # as before the call: that this rank is in another one comes later
+    (_, waits), (leaves, _) = pipes[1], pipes[0]
+    pipes[0][1]._publish()
+    leaves._read_others()
+    assert leaves.failure is not None
+    assert leaves.failure.kind == "disagreement"
+    leaves.end()
+    pipes[2][0].begin("training step")  # of other pipes it may go on
+    pipes[2][0].end()
+    pipes[1][0]._publish(left=left)
+    waits._read_others()
+    assert waits.failure is not None
+    assert "rank 1 waits in call 1 of pipe 2, and rank 0 in call 1 of pipe 1, which" in waits.failure.text
+    for pipe in (0, 2):
+        pipes[pipe][0]._publish()
+        beat = read_beat(pipes[pipe][1]._client.read("heartbeat/0"))
+        assert beat is not None
+        assert tuple(beat.place) == NO_CALL
+
+
+def test_a_pipe_that_is_called_after_a_disagreement_has_its_own_place() -> None:
+    calls = ProcessCalls()
+    first, second = calls.add(), calls.add()
+    calls.begin(first)
+    calls.disagree((second, 1))
+    calls.end()
+    assert (calls.place(first), calls.place(second)) == (NO_CALL, (first, 1))
+    calls.begin(second)
+    assert calls.place(second) == (second, 1)
+    calls.end()
+    assert calls.place(second) == NO_CALL
 
 
 def test_only_news_are_read_at_once() -> None:

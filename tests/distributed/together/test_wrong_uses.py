@@ -177,12 +177,14 @@ def test_what_no_rank_reads_may_differ(mesh: Mesh) -> None:
 # ---- other calls, and other backwards --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("late", [0, 1])
 @runs_on(2)
-def test_pipes_that_ranks_call_in_another_order_are_named_within_seconds(mesh: Mesh) -> None:
-    """Both pipes work in the same order; then each rank calls another one."""
+def test_pipes_that_ranks_call_in_another_order_are_named_within_seconds(mesh: Mesh, late: int) -> None:
+    """Both pipes work in the same order; then each rank calls another one. The first to see that leaves at once."""
     pipes = [made(mesh), made(mesh)]
     for pipe in pipes * 2:
         pipe(X, target=Y).backward()
+    time.sleep(1.2 * (late == mesh.rank))
     begin = time.monotonic()
     with refused(None, PipelineError) as caught:
         for pipe in pipes if mesh.rank else pipes[::-1]:
