@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 2_160,
+    "": 2_157,
     "assignment": 516,
     "autograd": 1_346,
     "cli": 400,
@@ -20,7 +20,7 @@ PACKAGE = {
     "integrations": 919,
     "model": 3_907,
     "planning": 2_898,
-    "runtime": 4_624,
+    "runtime": 4_631,
     "saving": 1_193,
     "schedule": 2_994,
     "skip": 210,
@@ -28,8 +28,8 @@ PACKAGE = {
     "timeline": 265,
     "values": 693,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_813, 271
-TEST_LINES = 39_361
+PACKAGE_LINES, PACKAGE_FILES = 26_817, 271
+TEST_LINES = 39_376
 DOC_WORDS = 44_691
 
 NO_CODE = {

@@ -392,12 +392,9 @@ class Executor:
         return self._program(count, inside=inside).schedule
 
     def refuse_during_steps(self, what: str) -> None:
-        """Raises an error within `step_in_backward`, where a thread changes the parameters."""
+        """Raises an error within `step_in_backward`."""
         if self.early is not None:
-            raise RuntimeError(
-                f"{what} within step_in_backward(pipe), where some parameters are those of the next step: do it before "
-                "the block or after it"
-            )
+            self.early.refuse_inside(what)
 
     def layer_replaced(self) -> None:
         """The stages still run the layer that was there before: the next mini-batch makes and checks them again."""

@@ -61,12 +61,12 @@ class EarlySteps:
         self._jobs: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, "pipework steps", _begin_thread, (torch.get_num_threads(),))
 
-    def refuse_inside(self, method: str, what_to_do: str) -> None:
-        """Raises an error before the end."""
+    def refuse_inside(self, what: str) -> None:
+        """Raises an error before the end: a thread changes the parameters."""
         if self._is_open:
             raise RuntimeError(
-                f"optimizer.{method}() was called inside of step_in_backward(pipe), at whose end all steps are made: "
-                f"{what_to_do}"
+                f"{what} within step_in_backward(pipe), which makes all steps, each when its gradients are complete: "
+                "leave it out, or do it before the block or after it"
             )
 
     @contextlib.contextmanager

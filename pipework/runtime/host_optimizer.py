@@ -111,13 +111,13 @@ class HostOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """See `torch.optim.Optimizer`; that of the optimizer itself."""
         if self._early is not None:
-            self._early.refuse_inside("state_dict", "save after the block")
+            self._early.refuse_inside("optimizer.state_dict() was called")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over the state of an optimizer of this kind, whose parameters may be on any device."""
         if self._early is not None:
-            self._early.refuse_inside("load_state_dict", "load before the block")
+            self._early.refuse_inside("optimizer.load_state_dict() was called")
         self.optim.param_groups = [_without_memory(group) for group in self.param_groups]
         self.optim.load_state_dict(state_dict)
         self._take_over()
@@ -148,7 +148,7 @@ class HostOptimizer(Optimizer):
                 loss = closure()
         made = set[int]()
         if self._early is not None:
-            self._early.refuse_inside("step", "leave out one")
+            self._early.refuse_inside("optimizer.step() was called")
             made = self._early.made
         elif any(
             each.grad is not None and each.grad is used() and torch_private.version(each.grad) == version

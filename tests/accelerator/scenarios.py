@@ -92,6 +92,19 @@ class Moves(nn.Module):
         return x.to(self.device, non_blocking=True)
 
 
+class Replaces(nn.Module):
+    """Replaces its buffer in each forward: then nothing but a kernel on its way needs the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x):
+        y = x + self.mean
+        self.mean = 0.5 * self.mean + x.detach()[0]
+        return y
+
+
 @contextlib.contextmanager
 def met(here, there):
     """Inside, another thread is as far, if it came within a moment."""
@@ -316,6 +329,15 @@ def move() -> list[Tensor]:
         return [pipe(torch.ones(8, WIDTH, device="sim:0"))]
 
 
+def replace_buffers() -> list[Tensor]:
+    """Layers replace buffers that the caller's stream has allocated."""
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Replaces(), nn.Linear(WIDTH, WIDTH), Replaces())
+    pipe = Pipe(layers, 4, "never", balance=[2, 2], devices=["sim:0", "sim:1"])
+    output = pipe(torch.ones(8, WIDTH, device="sim:0"))
+    output.sum().backward()
+    return [output.detach(), *pipe.buffers(), *(parameter.grad for parameter in pipe.parameters())]
+
+
 def draw_at_the_same_time() -> list[Tensor]:
     """Two workers on one device whose layers draw; afterwards the caller draws."""
     one, other = threading.Event(), threading.Event()
@@ -526,6 +548,7 @@ SCENARIOS: dict[str, Callable[[], list[Tensor]]] = {
     "no default generators": seed_without_default_generators,
     "evaluation": lambda: evaluate(["sim:0", "sim:1"]),
     "a layer that moves its output": move,
+    "layers that replace buffers": replace_buffers,
     "two workers that draw": draw_at_the_same_time,
     "two threads": draw_on_two_threads,
     "draws in between": draw_between,

@@ -335,7 +335,7 @@ def test_wrong_uses_are_refused(tmp_path: Any) -> None:
         with pytest.raises(RuntimeError, match="within step_in_backward"), optimizer.step_in_backward(pipe):
             use()
     for name, arguments in (("step", ()), ("state_dict", ()), ("load_state_dict", (state,))):
-        words = rf"optimizer\.{name}\(\) was called inside"
+        words = rf"optimizer\.{name}\(\) was called within"
         with pytest.raises(RuntimeError, match=words), optimizer.step_in_backward(pipe):
             getattr(optimizer, name)(*arguments)
     with (

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pipework.autograd.fully_sharded import FullySharded
 from pipework.autograd.stray_gradients import StrayGradients
+from pipework.runtime.device import record_on
 from pipework.runtime.random.streams import has_random_state
 from pipework.runtime.stage.execution_views import execution_layers
 from pipework.runtime.stage.layer_errors import doubtful_modules, layer_text
 from pipework.runtime.stage.recomputation import MINI_BATCHES, MutableBuffers
 from pipework.spot_checks import is_checked
+from pipework.values.dtensor import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +87,12 @@ class Stage:
         self.deferred: dict[int, bool] = {}
         self.recompute_looks = iter(range(MINI_BATCHES))
         self._differentiated = itertools.count()
-        self.buffers = MutableBuffers(runnable if loss is None else [*runnable, loss])
+        modules = runnable if loss is None else [*runnable, loss]
+        self.buffers = MutableBuffers(modules)
+        if device.stream is not None:
+            # A layer may put another tensor in the place of a buffer while a kernel that reads it is still on its way.
+            every = (local_part(buffer) for module in modules for buffer in module.buffers())
+            record_on(device.stream, [each for each in every if type(each) is Tensor and each.layout is torch.strided])
 
     @property
     def place(self) -> str:
