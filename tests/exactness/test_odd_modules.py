@@ -98,6 +98,33 @@ def test_overwriting_one_of_two_outputs_that_overlap_is_refused(checkpoint: str)
     assert all(isinstance(parameter, nn.Parameter) for parameter in pipe.parameters())
 
 
+def with_itself_detached(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return y, y.detach()
+
+
+def overwrite_detached(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    square = a * a
+    b.add_(1.0)
+    return square
+
+
+@pytest.mark.one_process("a failure between processes ends the pipe: tests/distributed/together")
+def test_overwriting_a_detached_output_of_the_same_memory_is_refused(checkpoint: str) -> None:
+    """As by autograd, if one layer does both."""
+    pipe = in_two(PipeSequential(Returns(with_itself_detached), Takes(overwrite_detached)), checkpoint)
+    with pytest.raises(RuntimeError, match="share memory"):
+        pipe(torch.randn(4, 4)).sum().backward()
+
+
+def test_an_output_that_needs_no_gradient_may_be_overwritten(checkpoint: str) -> None:
+    layers = Returns(lambda y: (y, torch.ones_like(y))), Takes(lambda a, b: a * a * b.mul_(2.0))
+    plain, x = PipeSequential(*layers).double(), torch.randn(4, 4, dtype=torch.float64)
+    pipe = in_two(copy.deepcopy(plain), checkpoint)
+    for model in (plain, pipe):
+        model(x).square().sum().backward()
+    assert_same_gradients(pipe, plain)
+
+
 def without_gradients() -> nn.Sequential:
     return PipeSequential(Returns(with_a_view).requires_grad_(False), Takes(overwrite), nn.Linear(6, 1))
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from pipework import torch_private
 from pipework.autograd import boundary
-from pipework.torch_private import memory_of
+from pipework.torch_private import counted_version, memory_of
 from pipework.values.shared_memory import share_memory
 from pipework.values.tensor_form import repeats_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Iterable, Sequence, Set
 
     from pipework.autograd.aliases import Aliases
     from pipework.autograd.batch_versions import BatchVersions
@@ -56,6 +56,7 @@ class InPlaceChanges:
         self.found: bool | None = None
         self.refuses: Set[object] = frozenset()
         self.sent: set[object] = set()
+        self._others: list[tuple[Tensor, int]] = []  # inputs of this micro-batch that need no gradient, and versions
         self._passed_on: Set[int] = frozenset()  # the inputs whose memory outputs have, too
 
     def entered(self, leaves: Sequence[Tensor], micro_batch: int) -> tuple[Tensor, ...]:
@@ -64,6 +65,7 @@ class InPlaceChanges:
         pairs = list(zip(leaves, refusing, strict=True))
         entered = tuple([(boundary.view if refuses else boundary.enter)(leaf) for leaf, refuses in pairs])
         self.refuses = {memory_of(leaf) for leaf, refuses in pairs if refuses}
+        self._others = [(leaf, counted_version(leaf)) for leaf in leaves if not leaf.requires_grad and len(leaves) > 1]
         if self._batch is not None and micro_batch not in self._checkpointed:
             for (leaf, refuses), each in zip(pairs, entered, strict=True):
                 if each.grad_fn is not None and not refuses:
@@ -77,10 +79,12 @@ class InPlaceChanges:
         for output in outputs if aliases else ():
             boundary.note_source(output, aliases)
         self.found = bool(self.found) or any(seen)
+        # An alias, which its operators may have saved, does not count changes of a detached input of the same memory.
+        others, self._others = [leaf for leaf, version in self._others if counted_version(leaf) != version], []
+        self.refuse_overlap(itertools.product(others, [leaf for leaf in leaves if leaf.requires_grad]))
         if any(seen):
-            self.refuse_overlap(leaves)
-            changed = [leaf for leaf, change in zip(leaves, seen, strict=True) if change]
-            if any(repeats_memory(leaf.shape, leaf.stride()) for leaf in changed):
+            self.refuse_overlap(itertools.combinations(leaves, 2))
+            if any(repeats_memory(leaf.shape, leaf.stride()) for leaf in itertools.compress(leaves, seen)):
                 raise RuntimeError(
                     f"{self._the_stage}, changed an input in place whose elements share memory, such as windows of a "
                     "tensor, so that its gradient would be wrong. Send a clone, or make the operation not in-place"
@@ -144,13 +148,9 @@ class InPlaceChanges:
         self.found = True
         return True
 
-    def refuse_overlap(self, leaves: Sequence[Tensor], *, copied: bool = False) -> None:
-        """One of these inputs was changed in place: raises a RuntimeError if some of them share memory.
-
-        Without gradients that is allowed, unless the layers have got copies of them, which share none.
-        """
-        pairs = itertools.combinations(leaves, 2)
-        if (copied or any(leaf.requires_grad for leaf in leaves)) and any(share_memory(*pair) for pair in pairs):
+    def refuse_overlap(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """One of these inputs was changed in place: raises a RuntimeError if those of a pair share memory."""
+        if any(itertools.starmap(share_memory, pairs)):
             raise RuntimeError(
                 f"{self._the_stage}, changed an input in place, and its inputs share memory, so that another one, or "
                 "its gradient, would be wrong. Send a clone, or make the operation not in-place"

@@ -18,6 +18,7 @@ micro-batch of each of the first mini-batches both outputs are compared.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -343,7 +344,7 @@ class Recomputation:
         else:  # no R: no gradient will reach this stage
             run.kept.put(micro_batch, leaves, outputs, structure)
         if in_place.see_first_pass(first.leaves, first.versions, outputs, found=first.found):
-            in_place.refuse_overlap(leaves, copied=True)
+            in_place.refuse_overlap(itertools.combinations(leaves, 2))  # layers have got copies, which share nothing
 
     def second_pass(self, actions: StageActions, micro_batch: int) -> None:
         """R: computes the micro-batch again and keeps the graph."""
