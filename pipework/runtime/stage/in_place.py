@@ -61,30 +61,41 @@ class InPlaceChanges:
 
     def entered(self, leaves: Sequence[Tensor], micro_batch: int) -> tuple[Tensor, ...]:
         """What the layers get instead of the leaves: its version counters show a change afterwards."""
-        refusing = [n in self._own_leaves or boundary.is_unchangeable(leaf) for n, leaf in enumerate(leaves)]
-        pairs = list(zip(leaves, refusing, strict=True))
-        entered = tuple([(boundary.view if refuses else boundary.enter)(leaf) for leaf, refuses in pairs])
-        self.refuses = {memory_of(leaf) for leaf, refuses in pairs if refuses}
-        self._others = [(leaf, counted_version(leaf)) for leaf in leaves if not leaf.requires_grad and len(leaves) > 1]
-        if self._batch is not None and micro_batch not in self._checkpointed:
-            for (leaf, refuses), each in zip(pairs, entered, strict=True):
-                if each.grad_fn is not None and not refuses:
-                    self._batch.add_alias(leaf, each)
-        return entered
+        refuses, entered = set(), []
+        batch = None if micro_batch in self._checkpointed else self._batch
+        for number, leaf in enumerate(leaves):
+            if number in self._own_leaves or boundary.is_unchangeable(leaf):
+                refuses.add(memory_of(leaf))
+                entered.append(boundary.view(leaf))
+            else:
+                entered.append(boundary.enter(leaf))
+                if batch is not None and entered[-1].grad_fn is not None:
+                    batch.add_alias(leaf, entered[-1])
+            if len(leaves) > 1 and not leaf.requires_grad:
+                self._others.append((leaf, counted_version(leaf)))
+        self.refuses = refuses
+        return tuple(entered)
 
     def see(self, leaves: Sequence[Tensor], entered: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """After the layers have run: looks whether they have changed one of these tensors, and which of them go on."""
-        seen = [boundary.report_overwriting(leaf, each) for leaf, each in zip(leaves, entered, strict=True)]
-        aliases = {id(each): leaf for leaf, each in zip(leaves, entered, strict=True) if each is not leaf}
+        changed: list[Tensor] = []
+        aliases: dict[int, Tensor] = {}
+        for leaf, each in zip(leaves, entered, strict=True):
+            if each is not leaf:
+                aliases[id(each)] = leaf
+                if boundary.report_overwriting(leaf, each):
+                    changed.append(leaf)
         for output in outputs if aliases else ():
             boundary.note_source(output, aliases)
-        self.found = bool(self.found) or any(seen)
-        # An alias, which its operators may have saved, does not count changes of a detached input of the same memory.
-        others, self._others = [leaf for leaf, version in self._others if counted_version(leaf) != version], []
-        self.refuse_overlap(itertools.product(others, [leaf for leaf in leaves if leaf.requires_grad]))
-        if any(seen):
+        self.found = bool(self.found or changed)
+        others, self._others = self._others, []
+        for leaf, version in others:
+            # An alias, which operators may have saved, does not count changes of a detached input of the same memory.
+            if counted_version(leaf) != version:
+                self.refuse_overlap((leaf, other) for other in leaves if other.requires_grad)
+        if changed:
             self.refuse_overlap(itertools.combinations(leaves, 2))
-            if any(repeats_memory(leaf.shape, leaf.stride()) for leaf in itertools.compress(leaves, seen)):
+            if any(repeats_memory(leaf.shape, leaf.stride()) for leaf in changed):
                 raise RuntimeError(
                     f"{self._the_stage}, changed an input in place whose elements share memory, such as windows of a "
                     "tensor, so that its gradient would be wrong. Send a clone, or make the operation not in-place"
