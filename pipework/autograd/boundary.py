@@ -17,7 +17,6 @@ stage than it has in the un-partitioned model.
 from __future__ import annotations
 
 import functools
-import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     Root: TypeAlias = Tensor | GradientEdge | None  # where a backward starts; None: the output needs none
-
-_gradient, _requires_grad = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
 
 
 def cut(tensor: Tensor) -> Tensor:
@@ -190,7 +187,8 @@ def gradients(
         ((0, 0), None)
     """
     takers: dict[int, _Taker] = {}
-    differentiable = list(filter(_requires_grad, leaves))
+    # A detached input is no leaf any more if a layer has added something to it, in place, that requires a gradient.
+    differentiable = [leaf for leaf in leaves if leaf.requires_grad and leaf.is_leaf]
     handles = []
     for leaf in differentiable:
         handles.append(leaf.register_hook(functools.partial(_see, takers, leaf)))  # type: ignore[no-untyped-call]
@@ -199,7 +197,7 @@ def gradients(
     finally:
         for handle in handles:
             handle.remove()
-    found = tuple(map(_gradient, leaves))
+    found = tuple([leaf.grad if leaf.is_leaf else None for leaf in leaves])
     for leaf in differentiable:
         leaf.grad = None
     if takers:

@@ -330,12 +330,16 @@ def move() -> list[Tensor]:
 
 
 def replace_buffers() -> list[Tensor]:
-    """Layers replace buffers that the caller's stream has allocated."""
+    """Layers replace buffers that the caller's stream has allocated, also those that the caller has put there."""
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Replaces(), nn.Linear(WIDTH, WIDTH), Replaces())
     pipe = Pipe(layers, 4, "never", balance=[2, 2], devices=["sim:0", "sim:1"])
-    output = pipe(torch.ones(8, WIDTH, device="sim:0"))
-    output.sum().backward()
-    return [output.detach(), *pipe.buffers(), *(parameter.grad for parameter in pipe.parameters())]
+    for _ in range(2):
+        output = pipe(torch.ones(8, WIDTH, device="sim:0"))
+        output.sum().backward()
+        returned = [output.detach(), *pipe.buffers()]
+        for layer in (pipe[1], pipe[3]):
+            layer.mean = torch.full_like(layer.mean, 0.25)
+    return [*returned, *(parameter.grad for parameter in pipe.parameters())]
 
 
 def draw_at_the_same_time() -> list[Tensor]:

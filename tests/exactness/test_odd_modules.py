@@ -116,9 +116,22 @@ def test_overwriting_a_detached_output_of_the_same_memory_is_refused(checkpoint:
         pipe(torch.randn(4, 4)).sum().backward()
 
 
-def test_an_output_that_needs_no_gradient_may_be_overwritten(checkpoint: str) -> None:
-    layers = Returns(lambda y: (y, torch.ones_like(y))), Takes(lambda a, b: a * a * b.mul_(2.0))
-    plain, x = PipeSequential(*layers).double(), torch.randn(4, 4, dtype=torch.float64)
+def with_one_of_inference_mode(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.inference_mode():
+        return y, torch.ones_like(y)
+
+
+@pytest.mark.parametrize(
+    ("given", "function"),
+    [
+        (lambda y: (y, torch.ones_like(y)), lambda a, b: a * a * b.mul_(2.0)),
+        # Then it is a leaf no longer, and its gradient here has other strides.
+        (lambda y: (y, torch.ones_like(y)), lambda a, b: b.add_(a * a).sum(1)),
+        (with_one_of_inference_mode, lambda a, b: a * a + b),  # PyTorch does not count its changes
+    ],
+)
+def test_an_output_may_need_no_gradient(checkpoint: str, given: Any, function: Any) -> None:
+    plain, x = PipeSequential(Returns(given), Takes(function)).double(), torch.randn(4, 4, dtype=torch.float64)
     pipe = in_two(copy.deepcopy(plain), checkpoint)
     for model in (plain, pipe):
         model(x).square().sum().backward()

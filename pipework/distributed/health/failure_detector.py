@@ -124,8 +124,8 @@ class ProcessCalls:
         >>> calls.add(), calls.add()
         (1, 2)
         >>> calls.begin(2)
-        >>> calls.present, calls.waits_for((1, 1)), calls.waits_for((2, 1))
-        ((2, 1), True, False)
+        >>> calls.waits_for((1, 1)), calls.waits_for((2, 1))
+        ((2, 1), (0, 0))
         >>> calls.end()
         >>> calls.present
         (0, 0)
@@ -161,17 +161,17 @@ class ProcessCalls:
         """What heartbeats of that pipe say: in which call the process is, or was as another rank waited in the pipe."""
         return self._waited.get(pipe, self.present)
 
-    def disagree(self, theirs: PipeCall) -> None:
-        """Another process is in a call for which this one must not wait, nor that one for this.
+    def disagree(self, mine: PipeCall, theirs: PipeCall) -> None:
+        """This process is in a call, and another one in theirs, so that each would wait for the other.
 
         This process leaves its call now. The other one is to see that it was there, even if it looks later.
         """
-        self._waited[theirs[0]] = self.present
+        self._waited[theirs[0]] = mine
 
-    def waits_for(self, theirs: PipeCall) -> bool:
-        """Whether another process is in a call of another pipe, which this one has yet to begin after its own call."""
-        pipe, number = theirs
-        return self.present != NO_CALL and self._begun.get(pipe, number) < number and pipe != self.present[0]
+    def waits_for(self, theirs: PipeCall) -> PipeCall:
+        """The present call, if another process is in one of another pipe, which this one has yet to begin after it."""
+        (pipe, number), mine = theirs, self.present  # which the program may change meanwhile
+        return mine if self._begun.get(pipe, number) < number and pipe != mine[0] else NO_CALL
 
 
 @dataclass
@@ -276,9 +276,9 @@ class FailureDetector:
                 continue
             name, theirs = self._names[rank], beat.call
             other = theirs.kind(mine.number)
-            if theirs.number < mine.number and self._calls.waits_for(beat.place):
-                (here, my_call), (there, their_call) = self._calls.present, beat.place
-                self._calls.disagree(beat.place)
+            if theirs.number < mine.number and (present := self._calls.waits_for(beat.place)) != NO_CALL:
+                (here, my_call), (there, their_call) = present, beat.place
+                self._calls.disagree(present, beat.place)
                 return PeerFailure(
                     rank,
                     "disagreement",

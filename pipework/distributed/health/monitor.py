@@ -483,13 +483,12 @@ class HealthMonitor:
         """Reads the heartbeats of the other ranks, and the failures that they report or show."""
         raw = self._client.read_many([f"heartbeat/{rank}" for rank in self._others])
         beats = {rank: status.read_beat(each) for rank, each in zip(self._others, raw, strict=True)}
-        shown = self._detector.check(time.monotonic(), beats, self._call)
         reports = [beat.failure for beat in beats.values() if beat is not None and beat.failure is not None]
         # An exception is the cause of what else is noticed at the same time, such as connections that are closed.
         for failure in sorted(reports, key=lambda each: each.kind != "error"):
             if failure.rank is None or failure.rank in self._names:
                 self.set_failure(failure)
-        if shown is not None:
+        if self.failure is None and (shown := self._detector.check(time.monotonic(), beats, self._call)) is not None:
             self.declare(shown)
 
     def _wait_for_others_to_leave(self) -> None:

@@ -56,12 +56,12 @@ class InPlaceChanges:
         self.found: bool | None = None
         self.refuses: Set[object] = frozenset()
         self.sent: set[object] = set()
-        self._others: list[tuple[Tensor, int]] = []  # inputs of this micro-batch that need no gradient, and versions
+        self._versions: list[int] = []  # of the inputs of this micro-batch; -1: not looked at
         self._passed_on: Set[int] = frozenset()  # the inputs whose memory outputs have, too
 
     def entered(self, leaves: Sequence[Tensor], micro_batch: int) -> tuple[Tensor, ...]:
         """What the layers get instead of the leaves: its version counters show a change afterwards."""
-        refuses, entered = set(), []
+        refuses, entered, versions = set(), [], []
         batch = None if micro_batch in self._checkpointed else self._batch
         for number, leaf in enumerate(leaves):
             if number in self._own_leaves or boundary.is_unchangeable(leaf):
@@ -71,28 +71,28 @@ class InPlaceChanges:
                 entered.append(boundary.enter(leaf))
                 if batch is not None and entered[-1].grad_fn is not None:
                     batch.add_alias(leaf, entered[-1])
-            if len(leaves) > 1 and not leaf.requires_grad:
-                self._others.append((leaf, counted_version(leaf)))
-        self.refuses = refuses
+            versions.append(-1 if leaf.requires_grad or len(leaves) == 1 else counted_version(leaf))
+        self.refuses, self._versions = refuses, versions
         return tuple(entered)
 
     def see(self, leaves: Sequence[Tensor], entered: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """After the layers have run: looks whether they have changed one of these tensors, and which of them go on."""
         changed: list[Tensor] = []
+        detached: list[Tensor] = []  # that were changed, too; by now such an input may require a gradient
         aliases: dict[int, Tensor] = {}
-        for leaf, each in zip(leaves, entered, strict=True):
+        for leaf, each, version in zip(leaves, entered, self._versions, strict=True):
             if each is not leaf:
                 aliases[id(each)] = leaf
                 if boundary.report_overwriting(leaf, each):
                     changed.append(leaf)
+            elif version >= 0 and counted_version(leaf) != version:
+                detached.append(leaf)
         for output in outputs if aliases else ():
             boundary.note_source(output, aliases)
         self.found = bool(self.found or changed)
-        others, self._others = self._others, []
-        for leaf, version in others:
+        if detached:
             # An alias, which operators may have saved, does not count changes of a detached input of the same memory.
-            if counted_version(leaf) != version:
-                self.refuse_overlap((leaf, other) for other in leaves if other.requires_grad)
+            self.refuse_overlap(itertools.product(detached, aliases.values()))
         if changed:
             self.refuse_overlap(itertools.combinations(leaves, 2))
             if any(repeats_memory(leaf.shape, leaf.stride()) for leaf in changed):
@@ -149,7 +149,7 @@ class InPlaceChanges:
         if found is None:
             memories = set(map(memory_of, outputs))
             self._passed_on = {n for n, tensor in enumerate(inputs) if memory_of(tensor) in memories}
-        if versions == list(map(torch_private.version, inputs)):
+        if versions == list(map(counted_version, inputs)):
             return False
         if found is False:
             raise RuntimeError(

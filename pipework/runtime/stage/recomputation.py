@@ -377,7 +377,7 @@ class Recomputation:
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [-1 if tensor.is_inference() else torch_private.version(tensor) for tensor in tensors]
+    return list(map(torch_private.counted_version, tensors))
 
 
 def _comparable(tensor: Tensor) -> bool:

@@ -87,12 +87,8 @@ class Stage:
         self.deferred: dict[int, bool] = {}
         self.recompute_looks = iter(range(MINI_BATCHES))
         self._differentiated = itertools.count()
-        modules = runnable if loss is None else [*runnable, loss]
-        self.buffers = MutableBuffers(modules)
-        if device.stream is not None:
-            # A layer may put another tensor in the place of a buffer while a kernel that reads it is still on its way.
-            every = (local_part(buffer) for module in modules for buffer in module.buffers())
-            record_on(device.stream, [each for each in every if type(each) is Tensor and each.layout is torch.strided])
+        self._with_loss = runnable if loss is None else [*runnable, loss]
+        self.buffers = MutableBuffers(self._with_loss)
 
     @property
     def place(self) -> str:
@@ -115,9 +111,13 @@ class Stage:
         return FullySharded.of(self.modules)
 
     def refresh(self) -> None:
-        """Updates the views of modules that the user has changed."""
+        """Before a mini-batch: takes over what the user has changed in modules."""
         for view in self._views:
             view.refresh()
+        if (stream := self.device.stream) is not None:
+            # A layer may put another tensor in the place of a buffer while a kernel that reads it is still on its way.
+            every = [local_part(buffer) for module in self._with_loss for buffer in module.buffers()]
+            record_on(stream, [each for each in every if type(each) is Tensor and each.layout is torch.strided])
 
     def hand_back(self) -> None:
         """After a run: gives the user's modules the attributes that their views have assigned."""

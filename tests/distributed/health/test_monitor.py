@@ -259,14 +259,19 @@ def monitor(store: HashStore | PrefixStore, rank: int, ranks: int, calls: Proces
     return HealthMonitor(store, rank, names, DetectionTimes(**TIMES), calls=calls)
 
 
+def in_three_pipes() -> list[list[HealthMonitor]]:
+    """For each pipe the monitors of two ranks, which have published a heartbeat."""
+    store, every = HashStore(), [ProcessCalls(), ProcessCalls()]
+    pipes = [[monitor(PrefixStore(str(pipe), store), rank, 2, every[rank]) for rank in (0, 1)] for pipe in (1, 2, 3)]
+    for each in (each for pipe in pipes for each in pipe):
+        each._publish()
+    return pipes
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_ranks_that_call_pipes_in_another_order_see_it_even_if_one_has_gone_on(left: bool) -> None:
     """The first to see it leaves its call before a heartbeat of the pipe in which the other one waits."""
-    store, every = HashStore(), [ProcessCalls(), ProcessCalls()]
-    pipes = [[monitor(PrefixStore(str(pipe), store), rank, 2, every[rank]) for rank in (0, 1)] for pipe in (1, 2, 3)]
-    for first, second in pipes:
-        first._publish()
-        second._publish()
+    pipes = in_three_pipes()
     pipes[0][0].begin("training step")
     pipes[1][1].begin("training step")
     pipes[0][0]._publish()
@@ -291,11 +296,26 @@ def test_ranks_that_call_pipes_in_another_order_see_it_even_if_one_has_gone_on(l
         assert tuple(beat.place) == NO_CALL
 
 
+def test_ranks_may_go_on_with_another_pipe_after_a_failure_before_a_call() -> None:
+    """One has failed before it came to the call in which the other one is, and is in the next pipe already."""
+    (first, fails), (behind, ahead), _ = in_three_pipes()
+    first.begin("training step")
+    fails.own_report = PeerFailure(1, "error", "text")
+    ahead.begin("training step")
+    fails._publish()
+    first._read_others()
+    assert first.failure == fails.own_report
+    first.end()
+    behind._publish()
+    ahead._read_others()
+    assert ahead.failure is None
+
+
 def test_a_pipe_that_is_called_after_a_disagreement_has_its_own_place() -> None:
     calls = ProcessCalls()
     first, second = calls.add(), calls.add()
     calls.begin(first)
-    calls.disagree((second, 1))
+    calls.disagree(calls.present, (second, 1))
     calls.end()
     assert (calls.place(first), calls.place(second)) == (NO_CALL, (first, 1))
     calls.begin(second)
