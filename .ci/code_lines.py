@@ -16,7 +16,7 @@ PACKAGE = {
     "cli": 400,
     "compat": 500,
     "device_check": 270,
-    "distributed": 3_268,
+    "distributed": 3_274,
     "integrations": 919,
     "model": 3_907,
     "planning": 2_898,
@@ -28,8 +28,8 @@ PACKAGE = {
     "timeline": 265,
     "values": 693,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_831, 271
-TEST_LINES = 39_422
+PACKAGE_LINES, PACKAGE_FILES = 26_835, 271
+TEST_LINES = 39_480
 DOC_WORDS = 44_691
 
 NO_CODE = {

@@ -128,7 +128,8 @@ class PeerGroup(Backend):
             except groups.LostConnectionError as error:
                 raise self.explained(error) from None
         except BaseException as error:
-            if self.connections.agreed:
+            # What differs each rank finds by itself. But one that comes later would wait for a rank that has given up.
+            if self.connections.agreed or not isinstance(error, ValueError | TypeError):
                 self.monitor.report(error, "making the pipe")
             self.monitor.close()  # which sends the report before it ends
             raise

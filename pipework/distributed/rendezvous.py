@@ -59,7 +59,7 @@ class Connections:
             has all ranks that hold the same stages. Each of the others has some of them, such as those with the same
             experts.
         tied: parameters of which other ranks have copies.
-        agreed: whether all ranks have come, with equal contracts. Before, each rank finds by itself what is wrong.
+        agreed: whether all ranks have come, with equal contracts. Before, each rank finds by itself what differs.
     """
 
     tied: TiedParameters
@@ -220,6 +220,7 @@ class Connections:
         while not self._over.is_set() and not store.check([key(member) for member in members]):
             if not self.agreed and time.monotonic() > deadline:
                 missing = [str(member) for member in members if not store.check([key(member)])]
+                store.delete_key(key(rank))  # a rank that comes later would wait for this one, and block its store
                 raise TimeoutError(
                     f"rank {', '.join(missing)} did not come within {self._mesh.timeout:.0f} s, and the others of the "
                     f"{len(members)} ranks of this pipe are there. Look at the logs of the missing ones"
@@ -227,4 +228,5 @@ class Connections:
             time.sleep(pause)
             pause = min(1.5 * pause, _POLL)
         if self._over.is_set():
+            store.delete_key(key(rank))
             raise RuntimeError("the rendezvous was ended because a rank has failed")

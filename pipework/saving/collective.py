@@ -55,7 +55,8 @@ def run_on_all_ranks(
 
     Raises:
         RuntimeError: the work of another rank failed.
-        Exception: the work of this rank raised it.
+        ValueError: another rank does other work, as in another call.
+        BaseException: the work of this rank raised it.
 
     Example:
         >>> from pipework.backend import ProcessGroupView
@@ -64,14 +65,16 @@ def run_on_all_ranks(
     """
     try:
         own = work()
-        text = json.dumps({"result": share(own)})
-    except Exception as error:
-        group.all_gather_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        text = json.dumps({"action": action, "result": share(own)})
+    except BaseException as error:  # also Ctrl-C: the program may catch it and go on
+        group.all_gather_text(json.dumps({"action": action, "error": f"{type(error).__name__}: {error}"}))
         raise
     gathered = [json.loads(each) for each in group.all_gather_text(text)]
-    for rank, each in enumerate(gathered):
+    for rank, each in zip(group.everyone, gathered, strict=True):
+        if each["action"].split()[0] != action.split()[0]:  # what follows may be a path, which each machine has
+            raise ValueError(f"rank {rank} is to {each['action']}, this one to {action}: make the same calls on all")
         if "error" in each:
-            raise RuntimeError(f"rank {group.everyone[rank]} could not {action}: {each['error']}")
+            raise RuntimeError(f"rank {rank} could not {action}: {each['error']}")
     return RankResults(own, [each["result"] for each in gathered])
 
 
@@ -94,10 +97,9 @@ def write_in_parts(
     parts = [path.with_name(f"{path.name}.{rank}.tmp") for rank in range(len(group.everyone) // group.replicas)]
 
     def join_and_remove() -> None:
-        if group.rank == 0:
-            join(parts)
-            for part in parts:
-                part.unlink()
+        join(parts)
+        for part in parts:
+            part.unlink()
 
     run_on_all_ranks(group, f"write {what}", lambda: None if group.replica else write(parts[group.rank]))
-    run_on_all_ranks(group, f"join {what}", join_and_remove)
+    run_on_all_ranks(group, f"join {what}", lambda: None if group.rank else join_and_remove())

@@ -146,9 +146,8 @@ def load_checkpoint(
                 return None, str(error)
 
         (content, _), faults = run_on_all_ranks(group, f"load {path}", read, share=lambda result: result[1])
-        by_rank = {rank: fault for rank, fault in zip(group.everyone, faults, strict=True) if fault}
-        alone = len(group.everyone) == 1
-        seen = [fault if alone else f"{fault} (seen by rank {rank})" for rank, fault in by_rank.items()]
+        pairs = zip(group.everyone, faults, strict=True)
+        seen = [f"{fault} (seen by rank {rank})" if len(faults) > 1 else fault for rank, fault in pairs if fault]
         if content is None or seen:
             damaged.append(f"{path}: {'; '.join(seen)}")
             logger.warning("a damaged checkpoint is passed over, %s", damaged[-1])

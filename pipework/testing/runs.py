@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,6 +22,7 @@ from pipework.model.row_dimensions import values_in
 from pipework.model.sequential import named_layers
 from pipework.runtime.random.streams import draw_key, micro_batch_here
 from pipework.runtime.stage.recomputation import is_recomputing
+from pipework.saving.collective import run_on_all_ranks
 from pipework.spot_checks import FIRST
 from pipework.testing.comparison import apart, on_host
 from pipework.testing.plain import PlainModel, cotangents_of, differentiate
@@ -132,7 +132,7 @@ class Runs:
 
     def of_all(self, value: Any) -> list[Any]:
         """What this process and all others give, as JSON values."""
-        return [json.loads(text) for text in self.pipe.ranks.all_gather_text(json.dumps(value))]
+        return run_on_all_ranks(self.pipe.ranks, "verify the pipe", lambda: value, share=lambda own: own).shared
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:

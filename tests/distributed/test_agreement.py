@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipework import Mesh, Pipe
+from pipework import Mesh, Pipe, PipelineError
 from pipework.assignment.assignment import assign
 from pipework.distributed.agreement import agree, contract
 from pipework.distributed.transport.groups import group_of
@@ -63,6 +63,12 @@ def test_who_does_not_come_is_named(mesh: Mesh) -> None:
     if mesh.rank == 0:
         with pytest.raises(TimeoutError, match="rank 1 did not come within 1 s, and the others of the 2 ranks of this"):
             Pipe(model(), 1, mesh=Mesh.of(device_mesh, timeout=1))
+    dist.barrier()
+    if mesh.rank == 1:  # it would wait without end for a rank that was there, and has given up
+        with pytest.raises(PipelineError, match=r"rank 0 .* failed in making the pipe: TimeoutError: rank 1 did not"):
+            Pipe(model(), 1, mesh=Mesh.of(device_mesh))
+    dist.barrier()
+    Pipe(model(), 1, mesh=Mesh.of(device_mesh))
     dist.barrier()
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import TestCase
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,6 +108,29 @@ def test_one_that_cannot_write_stops_all(mesh: Mesh, folder: str, monkeypatch: p
     assert mesh.rank or error == "rank 1 could not write its stages: OSError: [Errno 28] No space left on device"
     assert mesh.rank or [path.name for path in place.iterdir()] == ["step-00000001"]
     assert save_checkpoint(place, pipe, optimizer, step=2) == place / "step-00000002"
+
+
+@runs_on(2)
+def test_ctrl_c_of_one_stops_all_and_so_does_another_call(mesh: Mesh, folder: str) -> None:
+    """The rank that was interrupted may go on with something else, so the other must not wait for it."""
+    pipe, optimizer = make(mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == 0:
+            patch.setattr(save, "_write", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
+            save_checkpoint(folder, pipe, optimizer, step=1)
+    text = "" if mesh.rank == 0 else "rank 0 could not write its stages: KeyboardInterrupt: "
+    assert str(caught.value) == text
+    x, y = torch.ones(8, 4), torch.ones(8, 2)
+    calls = [
+        lambda: load_checkpoint(folder, pipe, optimizer),
+        lambda: save_checkpoint(folder, pipe, optimizer, step=1),
+        lambda: pipe.verify(x, target=y),
+    ]
+    for first in range(3):
+        with pytest.raises(ValueError, match=r"rank \d is to .*, this one to .*: make the same calls on all"):
+            calls[(first + mesh.rank) % 3]()
+    assert save_checkpoint(folder, pipe, optimizer, step=1).exists()
 
 
 @runs_on(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -134,8 +135,8 @@ class ProcessCalls:
     def __init__(self) -> None:
         self.present = NO_CALL
         self.running = threading.Lock()
-        self._begun: dict[int, int] = {}  # of each pipe, how many calls
-        self._waited: dict[int, PipeCall] = {}  # by a pipe in which another rank was meanwhile
+        self._begun: dict[int, float] = {}  # of each pipe, how many calls; infinitely many once it has failed here
+        self._failed: dict[int, PipeCall] = {}  # by each pipe that was not called since
 
     def __reduce__(self) -> tuple[Any, ...]:
         """It hangs on the mesh, of which a copy is of another process."""
@@ -149,24 +150,30 @@ class ProcessCalls:
 
     def begin(self, pipe: int) -> None:
         """A call of that pipe begins."""
-        self._begun[pipe] += 1
-        self._waited.pop(pipe, None)
-        self.present = pipe, self._begun[pipe]
+        number = int(self._begun[pipe]) + 1
+        self._begun[pipe] = number
+        self._failed.pop(pipe, None)
+        self.present = pipe, number
 
-    def end(self) -> None:
-        """The present call has ended."""
+    def refuse(self, pipe: int) -> None:
+        """A call of that pipe is refused, as the pipe has failed before."""
+        self._begun[pipe] = math.inf
+        self._failed.pop(pipe, None)
+
+    def end(self, *, failed: bool = False) -> None:
+        """The present call has ended.
+
+        If it has failed, processes that wait in other pipes are to see that this one was there, even if they look
+        later: the program may go on and never call these pipes.
+        """
+        if failed:
+            self._failed = {pipe: self.present for pipe in self._begun if pipe != self.present[0]}
+            self._begun[self.present[0]] = math.inf
         self.present = NO_CALL
 
     def place(self, pipe: int) -> PipeCall:
-        """What heartbeats of that pipe say: in which call the process is, or was as another rank waited in the pipe."""
-        return self._waited.get(pipe, self.present)
-
-    def disagree(self, mine: PipeCall, theirs: PipeCall) -> None:
-        """This process is in a call, and another one in theirs, so that each would wait for the other.
-
-        This process leaves its call now. The other one is to see that it was there, even if it looks later.
-        """
-        self._waited[theirs[0]] = mine
+        """What heartbeats of that pipe say: in which call the process is, or has failed before it called this pipe."""
+        return self._failed.get(pipe, self.present)
 
     def waits_for(self, theirs: PipeCall) -> PipeCall:
         """The present call, if another process is in one of another pipe, which this one has yet to begin after it."""
@@ -278,7 +285,6 @@ class FailureDetector:
             other = theirs.kind(mine.number)
             if theirs.number < mine.number and (present := self._calls.waits_for(beat.place)) != NO_CALL:
                 (here, my_call), (there, their_call) = present, beat.place
-                self._calls.disagree(present, beat.place)
                 return PeerFailure(
                     rank,
                     "disagreement",

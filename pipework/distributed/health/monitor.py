@@ -183,6 +183,8 @@ class HealthMonitor:
         Raises:
             PipelineError: another rank has failed before, or this one has.
         """
+        if self.broken:
+            self._calls.refuse(self._pipe)
         if self.failure is not None:
             raise self.error()
         if (report := self.own_report) is not None:
@@ -194,7 +196,7 @@ class HealthMonitor:
     def end(self) -> None:
         """This rank leaves the call."""
         self._call = self._call.ended()
-        self._calls.end()
+        self._calls.end(failed=self.broken)
 
     @property
     def current(self) -> str:

@@ -296,13 +296,20 @@ def test_ranks_that_call_pipes_in_another_order_see_it_even_if_one_has_gone_on(l
         assert tuple(beat.place) == NO_CALL
 
 
-def test_ranks_may_go_on_with_another_pipe_after_a_failure_before_a_call() -> None:
-    """One has failed before it came to the call in which the other one is, and is in the next pipe already."""
+def test_ranks_may_go_on_with_another_pipe_after_a_failure_in_an_earlier_call() -> None:
+    """One has failed in a call of which the other one has gone on to the next, and is in the next pipe already."""
     (first, fails), (behind, ahead), _ = in_three_pipes()
-    first.begin("training step")
+    fails.begin("evaluation")
     fails.own_report = PeerFailure(1, "error", "text")
-    ahead.begin("training step")
+    fails.end()
     fails._publish()
+    ahead.begin("evaluation")
+    first.begin("evaluation")
+    first.end()
+    first.begin("evaluation")
+    behind._publish()
+    ahead._read_others()
+    assert ahead.failure is None
     first._read_others()
     assert first.failure == fails.own_report
     first.end()
@@ -311,12 +318,42 @@ def test_ranks_may_go_on_with_another_pipe_after_a_failure_before_a_call() -> No
     assert ahead.failure is None
 
 
-def test_a_pipe_that_is_called_after_a_disagreement_has_its_own_place() -> None:
+def test_the_third_rank_of_a_circle_sees_it_even_if_both_others_have_gone_on() -> None:
+    """Each rank calls another pipe. Two of them see each other, and leave."""
+    store, every = HashStore(), [ProcessCalls() for _ in range(3)]
+    pipes = [[monitor(PrefixStore(str(pipe), store), rank, 3, every[rank]) for rank in range(3)] for pipe in range(3)]
+    for rank in range(3):
+        pipes[rank][rank].begin("training step")
+    for rank in (0, 1):
+        pipes[rank][rank].set_failure(PeerFailure(1 - rank, "disagreement", "text"))
+        pipes[rank][rank].end()
+        pipes[2][rank]._publish()
+    waits = pipes[2][2]
+    waits._read_others()
+    assert waits.failure is not None
+    assert "rank 2 waits in call 1 of pipe 3, and rank 0 in call 1 of pipe 1, which" in waits.failure.text
+
+
+def test_a_rank_whose_call_was_refused_accuses_none_that_came_earlier() -> None:
+    """It comes to the pipe that has failed, and goes on to another, where it waits for a rank that is not there yet."""
+    (failed, late), (first, second), _ = in_three_pipes()
+    failed.begin("training step")
+    failed.own_report = PeerFailure(0, "error", "text")
+    failed.end()
+    late.set_failure(failed.own_report)
+    with pytest.raises(PipelineError, match="text"):
+        late.begin("training step")
+    first._publish()
+    second.begin("training step")
+    second._read_others()
+    assert second.failure is None
+
+
+def test_a_pipe_that_is_called_after_a_failure_has_its_own_place() -> None:
     calls = ProcessCalls()
     first, second = calls.add(), calls.add()
     calls.begin(first)
-    calls.disagree(calls.present, (second, 1))
-    calls.end()
+    calls.end(failed=True)
     assert (calls.place(first), calls.place(second)) == (NO_CALL, (first, 1))
     calls.begin(second)
     assert calls.place(second) == (second, 1)
