@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What a folder of the package may have. A feature pays for its lines: whoever raises a cap says why in the commit.
 PACKAGE = {
-    "": 2_157,
+    "": 2_160,
     "assignment": 516,
     "autograd": 1_346,
     "cli": 400,
@@ -28,7 +28,7 @@ PACKAGE = {
     "timeline": 265,
     "values": 693,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_835, 271
+PACKAGE_LINES, PACKAGE_FILES = 26_840, 271
 TEST_LINES = 39_480
 DOC_WORDS = 44_691
 

@@ -76,7 +76,7 @@ class Linear(Operation):
         # PyTorch adds the bias to the rows of a matrix, or after the product.
         self._at_once = is_matrix or (bias is not None and kept.is_contiguous())
         if self._at_once:
-            if not is_matrix:  # the operator returns a view of what it computes
+            if not is_matrix:
                 self._shape = (*kept.shape[:-1], weight.shape[0])
                 kept = _rows(kept)
             return F.linear(kept, weight, bias)
@@ -85,7 +85,9 @@ class Linear(Operation):
 
     def shaped(self, output: Tensor) -> Tensor:
         """See `Operation`."""
-        return output if self._shape is None else output.view(self._shape)
+        if self._shape is None:
+            return output
+        return (Tensor.view if torch_private.LINEAR_IS_VIEW else torch_private.unsafe_view)(output, self._shape)
 
     def run_whole(self) -> Tensor:
         """See `Operation`."""
