@@ -126,7 +126,7 @@ operations are allowed on it also if the tensor is a leaf."""
 
 with torch.inference_mode(False), torch.enable_grad():
     _cube = torch.zeros(1, 1, 1, device="cpu", requires_grad=True)
-    LINEAR_IS_VIEW: Final = nn.functional.linear(_cube, _cube[0], _cube[0, 0])._is_view()
+    LINEAR_IS_VIEW: Final = nn.functional.linear(_cube, _cube[0], _cube[0, 0])._base is not None
 """Whether a linear layer with a bias returns a view of a matrix for an input of more dimensions, as until PyTorch 2.14:
 an in-place operation on it then replaces its node, and a hook of it is lost."""
 

@@ -13,7 +13,9 @@ from pipework.integrations.optimizer_file import load_whole_optimizer, names_by_
 
 def two_ranks(other: list[list[str]]) -> ProcessGroupView:
     """The first of two ranks; the other one has these names in the groups of its optimizer."""
-    return ProcessGroupView(everyone=(0, 1), all_gather_text=lambda text: [text, json.dumps({"result": other})])
+    return ProcessGroupView(
+        everyone=(0, 1), all_gather_text=lambda text: [text, json.dumps({**json.loads(text), "result": other})]
+    )
 
 
 def made() -> tuple[nn.Sequential, torch.optim.Optimizer]:
