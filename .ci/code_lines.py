@@ -16,7 +16,7 @@ PACKAGE = {
     "cli": 400,
     "compat": 500,
     "device_check": 270,
-    "distributed": 3_274,
+    "distributed": 3_276,
     "integrations": 919,
     "model": 3_907,
     "planning": 2_898,
@@ -28,8 +28,8 @@ PACKAGE = {
     "timeline": 265,
     "values": 693,
 }
-PACKAGE_LINES, PACKAGE_FILES = 26_840, 271
-TEST_LINES = 39_481
+PACKAGE_LINES, PACKAGE_FILES = 26_842, 271
+TEST_LINES = 39_483
 DOC_WORDS = 44_691
 
 NO_CODE = {

@@ -99,7 +99,9 @@ def exit_code(error: BaseException) -> int:
         case PipelineError():
             return LOCAL_ERROR if error.own else LOST_PEER if error.kind == "lost" else PEER_FAILED
         case SystemExit():
-            return 0 if error.code is None else error.code if isinstance(error.code, int) else 1  # as Python does
+            if error.code is None:
+                return 0
+            return error.code if isinstance(error.code, int) else 1  # as the interpreter does
         case KeyboardInterrupt():
             return _INTERRUPTED
         case _:
